@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
 pytest.importorskip("uvicorn")
 FLAGS = (
-    "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --seq-length 150 --sft --split 1,0,0 --micro-batch-size 1"
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --seq-length 300 --sft --split 1,0,0 --micro-batch-size 1"
     " --train-iters 1 --lr 1e-3 --device cpu --position-embedding-type rope --eval-iters 0 --hidden-dropout 0"
     " --attention-dropout 0 --init-method-std 0.5 --swiglu --normalization RMSNorm --disable-bias-linear"
     " --untie-embeddings-and-output-weights --ffn-hidden-size 32"
