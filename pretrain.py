@@ -1,6 +1,6 @@
 """Train a language model: `python pretrain.py --flags`, or `torchrun --nproc-per-node 8 pretrain.py --flags`.
 
-parse ─┬─> join the ranks (facts, plan, groups) ─> Trainer ─> resume ─> train ─> exit code
+parse ─┬─> join the ranks (facts, plan, groups) ─> Trainer ─> resume ─> train ─> exit code     (`train_run`)
        └─> --dry-run: print the plan, memory and timeline of the run
 """
 
@@ -34,23 +34,20 @@ def run(argv: list[str], signals: Signals, streams: StandardStreams) -> int:
     from megatrain.training.liveness.launcher_watch import end_with_launcher
     from megatrain.training.logging.console import Console, Phases
 
-    end_with_launcher(read_environment())
+    end_with_launcher(environment := read_environment())
     request = parse(argv)
     streams.ends_program = is_dry = request.known("training.dry_run") is not None
-    phases = Phases(Console(is_quiet=is_dry or read_environment().rank != 0))
+    if request.known("resilience.inprocess_restart") and not is_dry and environment.supervisor is None:
+        from megatrain.training.restarts.supervisor import supervise
+
+        return supervise(request, environment, signals)
+    phases = Phases(Console(is_quiet=is_dry or environment.rank != 0))
     with phases.phase("importing PyTorch"):  # after parsing, so that --help answers at once
-        from megatrain.training.launch.ranks import joined_ranks, report_errors
+        from megatrain.training.launch.ranks import report_errors
         from megatrain.training.planning.dry_run_output import print_dry_run
-        from megatrain.training.planning.memory_check import check_memory
-        from megatrain.training.trainer import Trainer
+        from megatrain.training.trainer import train_run
 
-    def train() -> int:
-        with joined_ranks(request, phases, signals=signals, check_memory=check_memory) as ranks:
-            trainer = Trainer(ranks)
-            trainer.resume()
-            return trainer.train()
-
-    return report_errors(lambda: print_dry_run(request) if is_dry else train())
+    return report_errors(lambda: print_dry_run(request) if is_dry else train_run(request, phases, signals))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--classes", nargs="+", default=list("KRECSTX"), choices=list("KRECSTX"))
+    parser.add_argument("--classes", nargs="+", default=list("KRECSTXJ"), choices=list("KRECSTXJ"))
     parser.add_argument("--count", type=int, help="cases of each class, or number of mutants; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of random choices, default 0")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, default: all cores")

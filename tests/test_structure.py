@@ -39,7 +39,17 @@ FOLDER_LEVELS = {
     "training": 7,
     "tools": 8,
 }
-TRAINING_ORDER = ("liveness", "logging", "launch", "parts", "distillation", "planning", "debugging", "faults")
+TRAINING_ORDER = (
+    "liveness",
+    "restarts",
+    "logging",
+    "launch",
+    "parts",
+    "distillation",
+    "planning",
+    "debugging",
+    "faults",
+)
 """Subfolders of training/: none imports a later one, also not by way of the other files of training."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70

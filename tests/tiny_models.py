@@ -33,6 +33,10 @@ MAMBA = {
     "time_step_min": 1e-9,
 }  # fmt: skip
 """Step sizes without a limit, which models here do not have."""
+FALCON = {
+    "num_hidden_layers": 2, "mamba_n_heads": 8, "mamba_d_ssm": 48, "mamba_n_groups": 2, "mamba_d_state": 6,
+    "mamba_norm_before_gate": False, "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("LlamaForCausalLM", SHAPE),
     "Llama 3": ("LlamaForCausalLM", {**GQA, "rope_parameters": ROPE3, "rms_norm_eps": 1e-5}),
@@ -128,6 +132,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "BambaForCausalLM",
         {**GQA, "num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6},
     ),
+    "Falcon-H1": (
+        "FalconH1ForCausalLM",
+        {**GQA, **FALCON, "mamba_rms_norm": False},
+    ),
+    "Falcon-H1 with norms": (
+        "FalconH1ForCausalLM",
+        {**GQA, **FALCON, "mamba_rms_norm": True},
+    ),
     "gpt-oss": (
         "GptOssForCausalLM",
         {**GQA, "intermediate_size": 24, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
@@ -150,13 +162,13 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
 """Models with an encoder, whose samples are masked sentences."""
 
 
-def tiny_model(name: str) -> Any:
-    """Build a model with random weights; norms and biases are random too."""
+def tiny_model(name: str, **changes: Any) -> Any:
+    """Build a model with random weights; norms and biases are random too. `changes`: of its config.json."""
     import transformers
 
     kind, settings = (MODELS | MASKED)[name]
     torch.manual_seed(0)
-    config = getattr(transformers, kind).config_class(**settings)
+    config = getattr(transformers, kind).config_class(**settings | changes)
     config._attn_implementation = "eager"
     model = getattr(transformers, kind)(config).eval().float()
     if kind == "T5ForConditionalGeneration":  # of v1.1, which transformers 5 ties until it reads weights

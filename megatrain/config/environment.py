@@ -23,6 +23,7 @@ from megatrain.config.errors import Problem
 DEFAULT_PORT = 29500
 _FIRST_DERIVED_PORT, _NUM_DERIVED_PORTS = 15000, 15000
 """Range of ports below the ephemeral ports of operating systems."""
+_SUPERVISOR, _GENERATION = "MEGATRAIN_SUPERVISOR", "MEGATRAIN_GENERATION"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,10 @@ class LaunchEnvironment:
     """CUBLAS_WORKSPACE_CONFIG; None: not set."""
     description: str = ""
     """Variables in effect, for the log."""
+    supervisor: int | None = None
+    """Port of the rendezvous of generations, 0 for all but the first process of the job; None: no supervisor (--inprocess-restart)."""
+    store_port: int | None = None
+    """Port of the store of this process's generation; None: the launcher's store."""
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -91,12 +96,25 @@ def read_environment(environment: Mapping[str, str] | None = None) -> LaunchEnvi
     found = _from_launcher(sources[0], variables) if sources else _single_process(variables)
     if sources:
         _check(found, sources, variables)
-    workspace = variables.values.get("CUBLAS_WORKSPACE_CONFIG")
+    if variables.has(_GENERATION):
+        rank, world_size, port = map(int, variables.values[_GENERATION].split())
+        found = replace(found, rank=rank, world_size=world_size, store_port=port)
     return replace(
         found,
-        cublas_workspace=workspace,
+        cublas_workspace=variables.values.get("CUBLAS_WORKSPACE_CONFIG"),
+        supervisor=variables.count(_SUPERVISOR) if variables.has(_SUPERVISOR) else None,
         problems=tuple(variables.problems),
     )
+
+
+def supervised(port: int) -> dict[str, str]:
+    """Return the variables of a process that a supervisor starts; `port`: see `LaunchEnvironment.supervisor`."""
+    return {**os.environ, _SUPERVISOR: str(port)}
+
+
+def enter_generation(*, rank: int, world_size: int, store_port: int) -> None:
+    """Make this process a rank of a generation: `read_environment` returns these numbers instead of the launcher's."""
+    os.environ[_GENERATION] = f"{rank} {world_size} {store_port}"
 
 
 @dataclass(frozen=True)

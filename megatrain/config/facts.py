@@ -216,6 +216,8 @@ class Facts:
     """Contents of the file of --heterogeneous-layers-config-path."""
     module_precision: str | None = None
     """Contents of the file of --te-precision-config-file."""
+    nccl_options: str | None = None
+    """Contents of the file of --nccl-communicator-config-path."""
     datasets: tuple[DatasetFacts, ...] = ()
     """Datasets of --data-path and the flags per split, in order; empty for mock data."""
     data_problems: tuple[Problem, ...] = ()

@@ -118,6 +118,8 @@ class Derived(CheckedSection):
     """Layers of the vision tower of each virtual stage; empty: the first has them all."""
     cuda_graphs: bool = OPEN
     """True if the passes of training are CUDA graphs."""
+    graphs_in_turn: bool = OPEN
+    """True if graphs run two micro-batches in turn where memory is left, to hide the communication of experts."""
     tokens_per_iteration: int = OPEN
     """Tokens of a full global batch."""
     flops_per_iteration: int = OPEN

@@ -56,22 +56,25 @@ _SUBJECTS: Final = (
 """In the order in which problems and notes are printed."""
 
 
+_SAVING_MEMORY: Final = ("recompute_method", "recompute_num_layers", "recompute_modules", "offload_modules")
+"""Settings that save memory, with the one that they need."""
+
+
 @note("nothing")
 def settings_without_effect(draft: Draft) -> Notes:
     """Yield one note per need that is not met, about the settings that are given and not at their defaults."""
-    idle: dict[tuple[str, bool], list[str]] = {}
+    idle: dict[tuple[str, bool, bool], list[str]] = {}
     for setting in settings():
         value = draft.config.get(setting.path)
         if not draft.is_given(setting.path) or value in (setting.default, None, False):
             continue
         for need in setting.needs:
             if not need.holds(draft.get):
-                idle.setdefault((reason_of(need), need.is_costly), []).append(
-                    f"{setting.flag}{_value(value)}"
-                )
-    for (reason, is_costly), flags in idle.items():
+                key = (reason_of(need), need.is_costly, setting.name in _SAVING_MEMORY)
+                idle.setdefault(key, []).append(f"{setting.flag}{_value(value)}")
+    for (reason, is_costly, saves_memory), flags in idle.items():
         text = f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect {reason}"
-        yield PlanNote(text, "cost" if is_costly else "nothing")
+        yield PlanNote(text, "cost" if is_costly else "nothing", saves_memory)
 
 
 def reason_of(need: Need) -> str:

@@ -468,7 +468,7 @@ def _layer(context: LayerContext) -> TransformerLayer:
     if context.model.stack_of(context.number).memory is not None:
         return LayerWithMemory(branches, context.tp)
     if layer.is_parallel:
-        return ParallelLayer(branches)
+        return ParallelLayer(branches, context.layer_norm() if layer.has_one_norm else None)
     if context.tp.peers is not None:
         _halve_gradients(branches)
         if context.tp.size == 2:

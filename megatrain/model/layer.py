@@ -47,14 +47,18 @@ class TransformerLayer(nn.Module):
 
 
 class ParallelLayer(TransformerLayer):
-    """A layer whose branches all read its input (GPT-J, GPT-NeoX): hidden + attention(hidden) + MLP(hidden)."""
+    """A layer whose branches all read its input (GPT-NeoX): hidden + attention(hidden) + MLP(hidden); or its norm (Falcon-H1)."""
+
+    def __init__(self, branches: Sequence[nn.Module], norm: Pointwise | None) -> None:
+        super().__init__(branches)
+        self.norm = Sequential([] if norm is None else [norm])
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
-        residual, outputs = hidden, []
+        residual, outputs = self.norm(hidden, info), []
         for branch in self.branches:
             residual, output = branch(residual, None, info)
             outputs.append(output)
-        return sum(outputs, residual)
+        return sum(outputs, hidden if self.norm.steps else residual)
 
 
 class Attention(nn.Module):

@@ -21,7 +21,7 @@ from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.norm import NormPosition
 from megatrain.config.model_spec.part import Part
 from megatrain.kernels.side_stream import SideStream
-from megatrain.model.implementations.module_builder import ColumnLinear, ModuleBuilder, RowLinear
+from megatrain.model.implementations.module_builder import ColumnLinear, ModuleBuilder, Pointwise, RowLinear
 from megatrain.model.layouts import (
     Columns,
     LinearLayout,
@@ -109,9 +109,14 @@ class LayerContext:
 
     def branch_norm(self, part: Part) -> LinearLayout | None:
         """Return the layouts of the norm that begins the branch of a part, if it has one."""
-        if self.norm_position == "post":
+        if self.norm_position == "post" or self.model.all_layers[self.number].has_one_norm:
             return None
         return norm_weights(f"{self.name(part)}.norm", self.model.hidden_size, self.model.norm, self.tp)
+
+    def layer_norm(self) -> Pointwise:
+        """Build the norm that all branches of the layer read."""
+        name, model = f"{self.model.layer_name(self.number)}.norm", self.model
+        return self.builder.norm(norm_weights(name, model.hidden_size, model.norm, self.tp), model.norm)
 
     def columns(self, linear: Linear, kind: str) -> list[Columns]:
         """Return the outputs of a GEMM by canonical tensor; `kind`: `weight` or `bias`."""

@@ -28,6 +28,7 @@ from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.gated_delta import activated_convolution
 from megatrain.kernels.mamba2 import gated_norm, mamba2_scan
 from megatrain.kernels.qkv import Place, split_channels
+from megatrain.model.attention_parts import gate_output
 from megatrain.model.functions import weight_of
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext
@@ -76,11 +77,12 @@ class MambaScan(ShardedModule):
         self.add_weight(
             "convolution_bias", columns_bias_layout(biases, tp, Init(uniform=(-bound, bound))), dtype
         )
+        self.has_norm = spec.has_norm
         for parameter, size, init in (
             ("dt_bias", spec.num_heads, Init(softplus_of=STEP_SIZES)),
             ("a_log", spec.num_heads, Init(log_of=(1.0, 16.0))),
             ("d", spec.num_heads, Init(mean=1.0)),
-            ("gate_norm.weight", spec.inner_dim, Init(mean=1.0)),
+            *([("gate_norm.weight", spec.inner_dim, Init(mean=1.0))] if spec.has_norm else []),
         ):
             layout = columns_bias_layout([Columns(f"{name}.{parameter}", size)], tp, init)
             self.add_weight(parameter.partition(".")[0], layout, dtype)
@@ -131,6 +133,8 @@ class MambaScan(ShardedModule):
         return y.transpose(0, 1), state
 
     def normed(self, y: Tensor, z: Tensor, place: Place | None = None) -> Tensor:
-        """Return the gated norm of the groups, y [s, b, n, p] -> [s, b, n p]."""
+        """Return the gated norm of the groups, or the gated values, y [s, b, n, p] -> [s, b, n p]."""
+        if not self.has_norm:
+            return gate_output(y.flatten(2), z, has_silu=True, place=place)
         weight = weight_of(self, "gate_norm")
         return gated_norm(y.flatten(2), z, weight, self.num_groups, _EPSILON, gate_place=place)

@@ -19,23 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatrain.kernels.host_copy import zeros_on_host
 from megatrain.kernels.optimizer.shard_update import FlatUpdate
 
 _NUM_SLOTS = 2
-
-
-def zeros_on_host(numel: int, dtype: torch.dtype, device: torch.device, *, is_pinned: bool = False) -> Tensor:
-    """Return zeros in host memory for a rank that computes on `device`; a meta tensor for the meta device.
-
-    Args:
-        is_pinned: pin the memory, if `device` is a GPU, for copies that are concurrent with computation.
-    """
-    return torch.zeros(
-        numel,
-        dtype=dtype,
-        device="meta" if device.type == "meta" else "cpu",
-        pin_memory=is_pinned and device.type == "cuda",
-    )
 
 
 def num_offloaded(sizes: Sequence[int], fraction: float) -> int:

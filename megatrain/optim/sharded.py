@@ -17,11 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatrain.kernels.host_copy import zeros_on_host
 from megatrain.kernels.optimizer.shard_update import FlatUpdate, HyperparamRange
 from megatrain.kernels.optimizer.sum_of_squares import sum_of_squares
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.muon import Muon
-from megatrain.optim.offload import HostUpdates, num_offloaded, zeros_on_host
+from megatrain.optim.offload import HostUpdates, num_offloaded
 from megatrain.optim.update_rules import UpdateRule
 from megatrain.parallel.buckets import BucketParam, Shard
 from megatrain.parallel.data_parallel import DataParallel, FlatBuffers

@@ -15,7 +15,8 @@ token is sent to all etp ranks, and their outputs are summed.
 `LocalDispatcher` serves one rank. `AllToAllDispatcher` sends each token once to each rank with one of its experts and
 receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are all
 that an all-to-all sends. The host waits for the counts once per call. `AllGatherDispatcher` gathers all tokens on all
-ranks: the host needs no counts, and memory holds every possible assignment, or those within a `RankCapacity`.
+ranks: the host needs no counts, and memory holds every possible assignment, or those within a `RankCapacity`. With one etp
+rank, deterministic operations give both the same bits.
 
 Communication overlaps the router, the shared expert and weight gradients: see `RowTransfer`.
 """
@@ -52,6 +53,7 @@ from megatrain.parallel.collectives import (
 )
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.rank_capacity import RankCapacity
+from megatrain.parallel.tensor_overlap.ordered_sums import begin_ordered_sum
 from megatrain.parallel.tensor_parallel import all_gather_rows, reduce_scatter_rows
 
 
@@ -201,7 +203,8 @@ class AllGatherDispatcher:
     def _begin_reduction(self, x: Tensor) -> tuple[Tensor, Transfer]:
         """Begin to sum over ep and etp and keep this rank's rows; of two sums the first is complete."""
         if self.etp.size == 1:
-            return begin_reduce_scatter(x, self.ep)
+            is_ordered = torch.are_deterministic_algorithms_enabled()
+            return (begin_ordered_sum if is_ordered else begin_reduce_scatter)(x, self.ep)
         return begin_reduce_scatter(reduce_scatter(x, self.ep), self.etp)
 
     def _sort_own(self, experts: Tensor, x: Tensor, token_rows: Tensor | None = None) -> Permutation:

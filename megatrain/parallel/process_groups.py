@@ -9,21 +9,35 @@ Collectives have a generous timeout while a run starts, and another one from its
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import (
+    _abort_process_group,
+    _get_default_store,
+    _set_pg_timeout,
+    _world,
+)
 
+from megatrain.config.nccl_options import GroupOptions, options_of
 from megatrain.parallel.grid import RankGrid, RankGroup
 
 
-def make_group(name: str, rank_lists: Sequence[Sequence[int]], *, timeout: timedelta | None = None) -> Any:
+def make_group(
+    name: str,
+    rank_lists: Sequence[Sequence[int]],
+    *,
+    timeout: timedelta | None = None,
+    options: GroupOptions | None = None,
+) -> Any:
     """Create the group of the list that contains this rank, or None if no list does; all ranks of the world call it.
 
-    The lists are disjoint. `world` returns the world's own process group, `messages` a store.
+    The lists are disjoint. `world` returns the world's own process group, `messages` a store. `options` are NCCL's.
     """
     world = dist.group.WORLD
     assert world is not None, "initialise torch.distributed first"
@@ -32,8 +46,12 @@ def make_group(name: str, rank_lists: Sequence[Sequence[int]], *, timeout: timed
     if name == "messages":
         return _separate_store(timeout)
     if world.bound_device_id is not None:
+        parent: Any = world._get_backend(world.bound_device_id)  # noqa: SLF001 (as split_group does)
+        chosen = copy.deepcopy(parent.options)
+        for option, value in options_of(name, options or {}).items():
+            setattr(chosen if option == "is_high_priority_stream" else chosen.config, option, value)
         lists = [list(ranks) for ranks in rank_lists]
-        return dist.split_group(world, lists, timeout=timeout, group_desc=name)
+        return dist.split_group(world, lists, timeout=timeout, pg_options=chosen, group_desc=name)
     rank = dist.get_rank()
     # torch names a group by its ranks and the number of groups that this rank has: a rank in no list makes one of its own.
     own = next((list(ranks) for ranks in rank_lists if rank in ranks), [rank])
@@ -55,6 +73,28 @@ def destroy_groups() -> None:
     """
     for group in groups_to_destroy():
         dist.destroy_process_group(group)
+
+
+def abort_groups() -> None:
+    """Let all waits for collectives of NCCL fail, in every thread; `forget_groups` follows.
+
+    Gloo's waits end with its connections. Its `abort` ends the threads that run collectives, so that a later one would wait forever.
+    """
+    groups = [group for group in groups_to_destroy() if dist.get_backend(group) == "nccl"]
+    backends = [group._get_backend(torch.device("cuda")) for group in groups]  # noqa: SLF001
+    # As torch aborts all groups: communicators that abort one by one may wait for each other.
+    for world in backends[-1:]:
+        world._group_start()  # noqa: SLF001
+    for group in groups:
+        group.abort()
+    for world in backends[-1:]:
+        world._group_end()  # noqa: SLF001
+
+
+def forget_groups() -> None:
+    """Remove all groups, whose collectives failed, from torch.distributed: `init_process_group` may follow."""
+    if dist.is_initialized():
+        _abort_process_group()
 
 
 def _separate_store(timeout: timedelta | None) -> Any:

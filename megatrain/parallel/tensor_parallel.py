@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +134,7 @@ def column_linear(
     info: PassInfo,
     bias: Bias | None = None,
     *,
-    recompute_fn: Callable[[], Tensor] | None = None,
+    recompute_fn: partial[Tensor] | None = None,
     dx_term: PendingTerm | None = None,
 ) -> Tensor:
     """y = x W^T + bias with the rows of W (columns of the output) split over tp.
@@ -143,7 +144,7 @@ def column_linear(
     Args:
         x: [s/tp, b, h] with sp, else [s, b, h].
         weight: this rank's rows, [o/tp, h]; its gradient is added to `weight_grad` (None where no gradients are kept).
-        recompute_fn: returns x in the backward pass, and x is not kept.
+        recompute_fn: returns x in the backward pass from its one argument, which is kept in place of x.
         dx_term: receives a term of the gradient of x, which the backward pass of the operation before has to add.
     Returns:
         [s, b, o/tp].
@@ -234,12 +235,12 @@ class _ColumnLinear(Function):
         bias: Bias | None,
         tp: TensorParallel,
         info: PassInfo,
-        recompute_fn: Callable[[], Tensor] | None,
+        recompute_fn: partial[Tensor] | None,
         dx_term: PendingTerm | None,
     ) -> Tensor:
-        ctx.save_for_backward(x if recompute_fn is None else None, weight)
+        ctx.save_for_backward(x if recompute_fn is None else recompute_fn.args[0], weight)
         ctx.weight_grad, ctx.bias, ctx.tp, ctx.info = weight_grad, bias, tp, info
-        ctx.recompute_fn, ctx.dx_term = recompute_fn, dx_term
+        ctx.recompute_fn, ctx.dx_term = recompute_fn and recompute_fn.func, dx_term
         if tp.peers is not None:
             return gemms.gathered_gemm(x, weight.t(), tp.peers, bias and bias.value)
         return linear(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias and bias.value)
@@ -250,7 +251,7 @@ class _ColumnLinear(Function):
         tp: TensorParallel = ctx.tp
         dy = grads[0]
         if ctx.recompute_fn is not None:
-            x, ctx.recompute_fn = ctx.recompute_fn(), None
+            x = ctx.recompute_fn(x)
         peers = tp.peers
         full_x, gather = begin_gather(x, tp) if peers is None else gemms.begin_gather(x, peers)
         dx = torch.matmul(dy, weight)

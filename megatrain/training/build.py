@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from megatrain.config import Plan
 from megatrain.config.derive.vision import sample_length
+from megatrain.config.subjects.device import TRIED
 from megatrain.config.subjects.experts import experts_are_split
 from megatrain.config.subjects.fp8 import gathers_codes
 from megatrain.config.subjects.pipeline import layer_ranges
@@ -50,11 +51,12 @@ from megatrain.parallel.pipeline.graphed_stages import RecordedExecutor, StageGr
 from megatrain.parallel.pipeline.interleave import Turns
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
-from megatrain.parallel.pipeline.segments import SegmentHooks
+from megatrain.parallel.pipeline.segments import Segment, SegmentHooks
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.training.distillation.teacher import TeacherFirst, after_teacher, build_distillation
 from megatrain.training.parts.fp8_recipes import fp8_recipes
+from megatrain.training.parts.offloaded_modules import OffloadChoice, offload_activations
 from megatrain.training.parts.trial_parts import try_parts
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
@@ -111,7 +113,7 @@ def _expert_communication(plan: Plan) -> ExpertCommunication:
         if experts.moe_expert_rank_capacity_factor is None
         else RankCapacities(experts.moe_expert_rank_capacity_factor),
         side=SideStream() if has_side else None,
-        turns=Turns() if _overlaps_passes(plan) else None,
+        turns=Turns() if _overlaps_passes(plan) or plan.derived.graphs_in_turn else None,
     )
 
 
@@ -201,11 +203,14 @@ def build_executor(
     late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(sample_length(config) // model.cp.size)
+    segments: Sequence[Segment] = model.segments
+    if config.training.offloads_activations:
+        hooks, segments = offload_activations(model.segments, _offload_choice(plan), hooks, device)
     build: Callable[..., Any] = kind
     if isinstance(model.cp, PackContext):
         build = functools.partial(PackExecutor, cp=model.cp, tp=model.tp)
     executor: AnyExecutor = build(
-        model.segments,
+        segments,
         grid,
         hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
         dtype=model.hidden_dtype,
@@ -220,6 +225,12 @@ def build_executor(
         turns=model.communication.turns,
     )
     return executor
+
+
+def _offload_choice(plan: Plan) -> OffloadChoice:
+    training = plan.config.training
+    modules = training.offload_modules if training.fine_grained_activation_offloading else ()
+    return OffloadChoice(training.cpu_offloading_num_layers, modules, training.min_offloaded_tensor_size)
 
 
 def _hidden_rows(plan: Plan, tp: TensorParallel, rows: int, stage: int) -> tuple[int, int]:
@@ -251,29 +262,41 @@ def build_training_passes(
     device: torch.device,
     report: Callable[[str], None],
 ) -> Executor | GraphedPasses | TeacherFirst:
-    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans record none).
+    """Return what runs the passes of training: the executor, after a teacher's, or CUDA graphs of them (plans and CPUs record none).
 
     Args:
         report: receives sentences for the log.
     """
-    if not plan.derived.cuda_graphs or device.type == "meta":
+    if not plan.derived.cuda_graphs or device.type != "cuda":
         return after_teacher(executor, model)
     num_warmup_steps, trial = max(plan.config.training.cuda_graph_warmup_steps, 1), None
-    if plan.config.training.cuda_graph_impl == "auto":
+    if plan.config.training.cuda_graph_impl in TRIED:
         num_warmup_steps = max(num_warmup_steps, MIN_WARMUP_STEPS)
         trial = Trial(GpuClock(device), grid.world, device, report)
     recorder = Capture(device)
-    make_graphs = functools.partial(build_graphs, plan, model, grid, device, recorder)
+
+    def make_graphs() -> Graphs:
+        in_turn = plan.derived.graphs_in_turn and trial is not None and trial.has_twice_the_memory
+        return build_graphs(plan, model, grid, device, recorder, in_turn=in_turn)
+
     return GraphedPasses(executor, make_graphs, data_parallel, num_warmup_steps, recorder, trial)
 
 
 def build_graphs(
-    plan: Plan, model: Model, grid: RankGrid, device: torch.device, recorder: Recorder
+    plan: Plan,
+    model: Model,
+    grid: RankGrid,
+    device: torch.device,
+    recorder: Recorder,
+    *,
+    in_turn: bool = False,
 ) -> Graphs:
-    """Build what records the passes of training and replays them."""
+    """Build what records the passes of training and replays them; `in_turn`: those of two micro-batches in turn."""
     build = functools.partial(build_executor, plan, model, NoHooks(), grid, device)
-    if model.placement.num_stages > 1 or _overlaps_passes(plan):
-        return StageGraphs(build(RecordedExecutor), recorder, model.tp.peers)
+    if model.placement.num_stages > 1 or _overlaps_passes(plan) or in_turn:
+        schedule = dataclasses.replace(build_pipeline(plan), combines=True)
+        own_schedule = functools.partial(schedule.training, grid.pp.rank) if in_turn else None
+        return StageGraphs(build(RecordedExecutor), recorder, model.tp.peers, own_schedule)
     return MicrobatchGraphs(
         build(Executor), recorder, casts_weights=model.fp8 is not None, peers=model.tp.peers
     )

@@ -164,7 +164,7 @@ class Iterations:
     def _limit_waits(self, seconds: float) -> None:
         """Set the limits of training; a rank that makes no progress reports it before its collective fails."""
         if self.ranks.watch is not None:
-            self.ranks.watch.heartbeat.training_seconds = seconds
+            self.ranks.watch.heartbeat.begin_training(seconds)
         limit_collectives(self.ranks.grid, seconds=seconds + _SECONDS_TO_REPORT)
 
     def _flags(self) -> tuple[int, ...]:

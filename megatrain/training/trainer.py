@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.errors import CheckpointError
-from megatrain.config import render_plan, to_yaml
+from megatrain.config import Request, render_plan, to_yaml
+from megatrain.config.environment import read_environment
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.subjects.run import signal_number
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
+from megatrain.process.signals import Signals
 from megatrain.process.streams import output_failure
 from megatrain.storage.files import describe_write_error, replace_file
 from megatrain.training.batches import RunBatches, build_batches
@@ -37,11 +39,13 @@ from megatrain.training.faults.reruns import RejectedResultError
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import Iterations
 from megatrain.training.launch.out_of_memory import allocation_errors
-from megatrain.training.launch.ranks import Ranks
+from megatrain.training.launch.ranks import Ranks, join_store, joined_ranks
 from megatrain.training.liveness.failure import exit_code_of
 from megatrain.training.liveness.late_ranks import COLLECTIVES_FOLDER, write_collectives
+from megatrain.training.logging.console import Phases
 from megatrain.training.logging.metrics_file import LogError
 from megatrain.training.logging.status_file import StatusFile
+from megatrain.training.planning.memory_check import check_memory
 from megatrain.training.planning.model_summary import model_summary
 from megatrain.training.run_log import RunLog
 from megatrain.training.saving import RunSaves, SaveTimes
@@ -408,6 +412,22 @@ class Trainer:
         """Print text on the main rank, if there is any."""
         if text is not None:
             self.ranks.console.print(text)
+
+
+def train_run(request: Request, phases: Phases, signals: Signals) -> int:
+    """Join the other ranks, resume and train; return the exit code. With --inprocess-restart, again after failures of others."""
+
+    def train(phases: Phases | None, **options: Any) -> int:
+        with joined_ranks(request, phases, signals=signals, check_memory=check_memory, **options) as ranks:
+            trainer = Trainer(ranks)
+            trainer.resume()
+            return trainer.train()
+
+    if read_environment().supervisor is None:
+        return train(phases)
+    from megatrain.training.restarts.member import run_generations  # noqa: PLC0415 (most runs need none of it)
+
+    return run_generations(request, signals, lambda follow: train(None, follow=follow), join_store)
 
 
 def _divides(interval: int | None, iteration: int) -> bool:

@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/scans.py            one GPU; a minute, most of it compilation
     python scripts/benchmarks/scans.py --peers    also mamba-ssm and flash-linear-attention, if they can be imported
+    python scripts/benchmarks/scans.py --gdn2     only the delta rule with a decay per channel, which has no kernels
 
 Bytes count each input and output once, operations the GEMMs of chunks without what a backward pass computes again; the rates
 are those of an H200, measured: 4.3 TB/s and 790 TFLOP/s.
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain.kernels.fused.scans import convolution, gated_delta, gated_norm, mamba2
+from megatrain.kernels.gated_delta import delta_rule
 
 BYTES_PER_MS, OPERATIONS_PER_MS = 4.3e9, 790e9
 Run = Callable[..., Tensor]
@@ -45,8 +47,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", action="store_true", help="time other packages too")
-    has_peers = parser.parse_args().peers
+    parser.add_argument("--gdn2", action="store_true", help="time the second variant of the delta rule")
+    arguments = parser.parse_args()
+    has_peers = arguments.peers
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}; bf16, medians")
+    if arguments.gdn2:
+        report_gdn2()
+        return
     for build in (
         *(partial(mamba2_case, b, n) for b, n in ((1, 64), (1, 128), (4, 64))),
         *(partial(delta_case, b) for b in (1, 4)),
@@ -75,6 +82,26 @@ def report(case: Case, name: str, run: Run, inputs: tuple[Tensor, ...]) -> None:
     ]
     parts = f"{floors[0] / forward:.2f} and {sum(floors) / both:.2f} of the roofline"
     print(f"{name:<28}forward {forward:6.3f} ms  with backward {both:6.3f} ms  {parts}", flush=True)
+
+
+def report_gdn2(b: int = 1, s: int = 8192, n: int = 32, d: int = 128) -> None:
+    """Print the times of both passes of the delta rule with a decay per channel, launched by the host, and their memory."""
+    q, k = (F.normalize(drawn(s, b, n, d), dim=-1).float() for _ in range(2))
+    g, erase = -0.1 * torch.rand(s, b, n, d, device="cuda"), torch.rand(s, b, n, d, device="cuda")
+    inputs = tuple(x.requires_grad_() for x in (q, k, drawn(s, b, n, d).float(), g, erase * k))
+
+    def run() -> Tensor:
+        return delta_rule(*inputs)[0]
+
+    def both() -> object:
+        return torch.autograd.grad(run(), inputs, dy)
+
+    dy = torch.randn_like(run())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    times = milliseconds(run), milliseconds(both)
+    memory = (torch.cuda.max_memory_allocated() - before) / 1e9
+    print(f"gdn2 b{b} s{s} n{n}  forward {times[0]:.1f} ms  with backward {times[1]:.1f} ms  {memory:.1f} GB")
 
 
 def replayed(run: Callable[[], object]) -> float:

@@ -10,6 +10,7 @@
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
+#SBATCH --no-kill
 # Many nodes, one task per GPU; the job is queued again when its time limit is reached:
 #
 #   sbatch --nodes=4 scripts/slurm/srun.sh --config my-run.yaml --save /shared/run --load /shared/run --save-interval 500
@@ -17,6 +18,10 @@
 # Arguments are passed to pretrain.py. Ranks, hosts and ports are read from Slurm's variables. Five minutes before the time
 # limit the ranks receive SIGUSR1: they save a checkpoint and exit with code 75, and the job is queued again. Any other exit
 # code ends the job.
+#
+# With SPARES=1 the last node waits, and replaces one that is lost: the ranks that stay keep their processes (--inprocess-restart):
+#
+#   SPARES=1 sbatch --nodes=5 scripts/slurm/srun.sh --config my-run.yaml --save /shared/run --load /shared/run --save-interval 500
 set -euo pipefail
 
 # sbatch runs a copy of this script; the job runs in the folder in which sbatch was called.
@@ -34,8 +39,20 @@ else
 fi
 
 code=0
-# A rank that dies stops the others; --kill-on-bad-exit covers the case that this fails.
-srun --kill-on-bad-exit=1 "${container[@]}" python pretrain.py "$@" || code=$?
+if ((${SPARES:-0} == 0)); then
+  # A rank that dies stops the others; --kill-on-bad-exit covers the case that this fails.
+  srun --kill-on-bad-exit=1 "${container[@]}" python pretrain.py "$@" || code=$?
+else
+  active=$(((SLURM_JOB_NUM_NODES - SPARES) * ${SLURM_NTASKS_PER_NODE:-8}))
+  # Tasks of lost nodes have exit codes of their own: the job has that of rank 0.
+  export CODE_FILE="slurm-$SLURM_JOB_ID.code"
+  # shellcheck disable=SC2016
+  srun --kill-on-bad-exit=0 --no-kill "${container[@]}" \
+    bash -c 'python pretrain.py "$@"; code=$?; ((SLURM_PROCID)) || echo "$code" >"$CODE_FILE"; exit "$code"' - \
+    "$@" --inprocess-restart --inprocess-active-world-size "$active" || code=$?
+  code=$(cat "$CODE_FILE" || echo "$code")
+  rm -f "$CODE_FILE"
+fi
 if [[ $code == 75 ]]; then
   echo "stopped early and saved: the job is queued again"
   scontrol requeue "$SLURM_JOB_ID"

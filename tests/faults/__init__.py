@@ -3,6 +3,7 @@
 case.py                    a case, its verdict, and the checks that all classes share
 run_time.py                R: faults in a step, an evaluation or a save; late ranks, bad values, signals
 kills.py, killed_runs.py   K: processes of a run are killed during saves, and the run resumes
+restarts.py, restarted_rank.py J: processes and hosts are lost, and the others continue without new processes
 crash_states.py, power.py  E: every state of the disk after a power failure during a save
 corruptions.py             C: files of a checkpoint are changed
 storage.py, faulty_runs.py S: the storage fails while a checkpoint is saved or loaded

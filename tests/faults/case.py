@@ -31,7 +31,7 @@ from megatrain.parallel.rank_lists import GridShape
 SECONDS_PER_CASE = 60.0
 _BUSY_SHARE = 0.01
 """A process that waits gets less than this share of a core."""
-FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "status.json", "run.lock")
+FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "status.json", "run.lock", "restarts.jsonl")
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ class Case:
     """The result of one case."""
 
     kind: str
-    """Class of the bench: K, E, C, S, T, X or R."""
+    """Class of the bench: K, E, C, S, T, X, R or J."""
     name: str
     outcome: str
     """Short text that is the same for cases that end alike; empty if the case fails."""

@@ -10,6 +10,7 @@ from faults.crash_states import crash_states
 from faults.hostile import hostile_files
 from faults.kills import kills
 from faults.layouts import layout_pairs
+from faults.restarts import restarts
 from faults.run_time import run_time_faults
 from faults.storage import storage_faults
 
@@ -18,21 +19,23 @@ CLASSES: dict[str, Callable[..., Cases]] = {
     "T": layout_pairs,
     "K": kills,
     "R": run_time_faults,
+    "J": restarts,
     "X": hostile_files,
     "C": corruptions,
     "E": crash_states,
     "S": storage_faults,
 }
 """In the order in which they start: those that take longest come first."""
-FULL = {"K": 300, "E": 2000, "C": 5000, "S": ALL, "T": ALL, "X": ALL, "R": ALL}
+FULL = {"K": 300, "E": 2000, "C": 5000, "S": ALL, "T": ALL, "X": ALL, "R": ALL, "J": ALL}
 TITLES = {
     "K": "kills",
     "E": "crash states",
     "C": "corruptions",
     "S": "storage faults",
     "R": "run-time faults",
+    "J": "restarts in the job",
     "T": "pairs of layouts",
     "X": "hostile files",
 }
-RANDOM, LISTED = "KEC", "SXR"
+RANDOM, LISTED = "KEC", "SXRJ"
 """Classes whose cases are drawn at random, and listed: several processes share them, by seeds and by parts."""

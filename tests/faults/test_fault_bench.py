@@ -6,6 +6,7 @@ import random
 import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from faults.classes import CLASSES
 from faults.kills import kills
 from faults.mutants import MUTANTS, ROOT
 from faults.power import CONTENT_MODES, Record, Recorder
+from faults.restarts import JOBS, fault, run_case
 
 COUNTS = {"K": 2, "E": 12, "C": 20, "S": 12, "X": 16}
 
@@ -46,6 +48,14 @@ def test_a_run_of_another_family_that_is_killed_continues(folder: Path, family: 
 @pytest.mark.nightly
 def test_run_time_faults_have_no_failure(folder: Path) -> None:
     assert [case for case in CLASSES["R"](1 << 30, folder) if case.problem] == []
+
+
+@pytest.mark.parametrize("number", only({0}, range(len(JOBS))))
+def test_ranks_go_on_after_others_are_lost(folder: Path, number: int) -> None:
+    """The everyday case has two ranks."""
+    job = JOBS[number] if number else replace(JOBS[0], num_ranks=2, faults=(fault(1, at=4),))
+    case = judge("J", job.name, lambda: run_case(job, folder / "job"), limit_seconds=500)
+    assert case.problem is None
 
 
 @pytest.mark.nightly

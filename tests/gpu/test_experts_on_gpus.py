@@ -1,6 +1,6 @@
 """Experts after an all-gather dispatch: the host waits for nothing, and rows after the last end change nothing."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,9 +10,14 @@ from megatrain.kernels.activations import SILU, Activation
 from megatrain.kernels.moe.router_linear import linear, linear_backward
 from megatrain.kernels.moe.routing import Routing
 from megatrain.model.implementations.grouped_mlp import GroupedProducts, GroupedWeight, _GroupedMlp
+from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.expert_parallel import AllGatherDispatcher
 from megatrain.parallel.grid import RankGroup
+from megatrain.tools.parity.measure import engine_of, local_batches, on_device, tiny_plan, weights_of
+from megatrain.tools.parity.rows import Layout
+from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.launch.ranks import use_deterministic_operations
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -92,3 +97,31 @@ def test_the_products_of_a_router_have_the_precision_of_fp32() -> None:
         assert one.dtype == torch.float32
         assert (one - reference).norm() / reference.norm() < 3e-5
     assert (dx - (dy @ weight).bfloat16()).double().norm() / (dy @ weight).norm() < 3e-4
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.nightly
+def test_dispatchers_and_overflows_change_no_bit_in_deterministic_mode() -> None:
+    """Four ranks in bf16 with four experts a token: both dispatchers, and memory for half of an even load, which overflows."""
+    layout = Layout.of("dp4 mixtral ep4 batch16")
+    with WorkerPool(4, device="cuda", timeout_seconds=300) as pool:
+        expected, *others = (
+            pool.run(4, deterministic_steps, layout.but(word)) for word in ("alltokens", "alltoall", "scarce")
+        )
+    assert [found[0] for found in expected] == [0] * 4
+    assert others[1][0][0] > 0
+    for found in others:
+        assert [results for _, *results in found] == [results for _, *results in expected]
+
+
+def deterministic_steps(rank: int, world_size: int, layout: Layout) -> tuple[Any, ...]:
+    """Train two steps; return the number of repeats, losses and norms, and the bits of the weights."""
+    use_deterministic_operations()
+    flags = "--params-dtype bfloat16 --moe-router-topk 4 --deterministic-mode".split()
+    engine = engine_of(tiny_plan(layout, world_size, *flags, device="cuda"), rank)
+    found = []
+    for step in range(2):
+        batches = [on_device(one, engine.device) for one in local_batches(step, layout, engine.grid.dp.rank)]
+        report = engine.step(batches, Hyperparams(lr=1e-2, weight_decay=0.01))
+        found.append((report.lm_loss, report.grad_norm))
+    return len(engine.news), found, [part.values.tobytes() for part in weights_of(engine)]

@@ -1,5 +1,6 @@
 """Tests that need a GPU: the CPU's initial weights, training equal to the CPU's within rounding, speed metrics."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -42,8 +43,9 @@ HYBRID = (
     f"--linear-value-head-dim 32 --seq-length 192 {SOME_EXPERTS}"
 )
 EXPERTS = f"{SMALL} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2"
-
-
+NEEDS_ENGINE = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -75,7 +77,7 @@ def test_training_in_fp64_equals_the_cpus(model: str, recompute: str) -> None:
     reports = {}
     words = f"{'untied' if model == 'llama' else 'tied'} {model} {recompute}"
     layout = Layout.of(words)
-    plan = tiny_plan(layout, 1, device="cuda")
+    plan = tiny_plan(layout, 1, "--cuda-graph-impl", "none", device="cuda")  # a CPU records none
     for device in ("cpu", "cuda"):
         engine = Engine(plan, build_grid(GridShape(), 0), torch.device(device))
         engine.initialize()
@@ -110,6 +112,7 @@ def test_a_shared_expert_on_its_own_stream_changes_no_bit(flags: str) -> None:
         f"--bf16 --fp8-format hybrid --fp8-recipe tensorwise --seq-length 64 {SOME_EXPERTS}",
         f"--bf16 {SOME_EXPERTS} --moe-input-jitter-eps 0.1 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3",
         f"--bf16 {SOME_EXPERTS} --moe-router-force-load-balancing --mtp-num-layers 1 --global-batch-size 12",
+        pytest.param("--bf16 --transformer-impl transformer_engine --no-recompute-norms", marks=NEEDS_ENGINE),
         f"--bf16 {HYBRID} --reset-attention-mask",
         f"--bf16 {HYBRID} --fp8-format hybrid --fp8-recipe delayed",
     ],

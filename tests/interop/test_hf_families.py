@@ -44,6 +44,8 @@ REQUIRED_BY = {
     "DeepSeek-V3": {"num_key_value_heads"},
     "Mamba-2": {"num_heads", "head_dim"},
     "Bamba": {"mamba_n_heads"},
+    "Falcon-H1": {"mamba_n_heads", "mamba_d_ssm"},
+    "Falcon-H1 with norms": {"mamba_n_heads", "mamba_d_ssm", "mamba_norm_before_gate"},
 }
 OPTIONAL_BY = {name: {"num_hidden_layers", "moe_intermediate_size"} for name in ("Nemotron-H", "Nemotron 3")}
 """The kinds of layers give their number, and models without experts have no sizes of them."""

@@ -115,7 +115,6 @@ def test_a_tied_output_weight_in_the_files_must_equal_the_embedding(tmp_path: Pa
     ("changes", "problem"),
     [
         ({"architectures": ["OtherForCausalLM"]}, "'OtherForCausalLM' is not converted"),
-        ({"architectures": ["FalconH1ForCausalLM"]}, "attention and Mamba-2 side by side in a layer"),
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "rotary positions of rows and columns"),
         ({"architectures": ["FalconForCausalLM"]}, "one norm for both branches"),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "rms_norm_eps 1e-05 is not 1e-06"),

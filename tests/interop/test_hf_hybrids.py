@@ -23,7 +23,7 @@ HUB = {
     "num_hidden_layers": 4, "hybrid_override_pattern": "M-*M", "time_step_limit": [0.0, INFINITY], "rms_norm_eps": 1e-6,
 }  # fmt: skip
 """The config.json of Nemotron-H on the hub has these keys."""
-NEMOTRON, MAMBA2, BAMBA = (MODELS[name] for name in ("Nemotron-H", "Mamba-2", "Bamba"))
+NEMOTRON, MAMBA2, BAMBA, FALCON = (MODELS[name] for name in ("Nemotron-H", "Mamba-2", "Bamba", "Falcon-H1"))
 RUN = (
     "--model-family hybrid --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --normalization RMSNorm --disable-bias-linear"
     " --mamba-num-heads 8 --mamba-head-dim 4 --mamba-num-groups 2 --mamba-state-dim 6 --num-experts 6 --moe-router-topk 2"
@@ -60,6 +60,14 @@ def test_the_pattern_of_the_hub_means_the_list_of_transformers() -> None:
         (MAMBA2, {"time_step_limit": [0.1, INFINITY]}, "step sizes have no limit"),
         (MAMBA2, {"head_dim": 5}, r"num_heads 16, expand \* hidden_size gives 64"),
         (BAMBA, {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
+        (FALCON, {"tie_word_embeddings": True}, "the embedding and the output layer have factors"),
+        (
+            FALCON,
+            {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+            "norm of Mamba-2 follows the gate",
+        ),
+        (FALCON, {"mamba_d_head": 5}, "mamba_n_heads 8 have mamba_d_ssm 48"),
+        (FALCON, {"ssm_multipliers": [1.0]}, "it has 5 numbers"),
         (BAMBA, {"attn_layer_indices": [3]}, "is not an integer of at least 0 and at most 2"),
     ],
 )
@@ -95,6 +103,30 @@ def test_step_sizes_have_no_lower_limit(tmp_path: Path, capsys: pytest.CaptureFi
     (found,) = logits_here(tmp_path / "ours" / "iter_0000000", tokens)
     assert (found - expected).abs().max() < 1e-5
     assert (found - raised).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_here_hold_the_factors_of_falcon_h1(tmp_path: Path) -> None:
+    """Logits are those with factors; a folder that is written has none, and the same logits in transformers."""
+    from test_hf_families import logits_here
+
+    one = "embedding lm_head key attention_in attention_out ssm_in ssm_out".split()
+    factors = {f"{name}_multiplier": 1.1 + 0.2 * number for number, name in enumerate(one)}
+    factors |= {"mlp_multipliers": [0.6, 1.4], "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 2.0]}
+    theirs = tiny_model("Falcon-H1", **factors)
+    tokens = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+    (expected,) = logits_of_transformers(theirs, tokens)
+    (without,) = logits_of_transformers(tiny_model("Falcon-H1"), tokens)
+    assert (expected - without).abs().max() > 1e-2
+    source, back = write(theirs, tmp_path / "theirs"), tmp_path / "back"
+    assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
+    (found,) = logits_here(tmp_path / "ours" / "iter_0000000", tokens)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert main(["convert", "megatrain-to-hf", str(tmp_path / "ours"), str(back)]) == 0
+    keys = json.loads((back / "config.json").read_text())
+    assert {keys[f"{name}_multiplier"] for name in one} == {1.0}
+    again = type(theirs).from_pretrained(back, dtype=torch.float32)
+    assert (logits_of_transformers(again, tokens)[0] - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,7 +12,7 @@ from everyday import nightly
 
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.pipeline.graph_trial import Trial
+from megatrain.parallel.pipeline.graph_trial import StepKind, Trial
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses, Work
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import local_batches, tiny_plan, weights_of
@@ -108,6 +108,7 @@ class Clock:
     eager: float
     graphs: float
     used: float = 0.5
+    kept: float = 0.2
     num_marks: int = 0
 
     def mark(self) -> None:
@@ -117,8 +118,8 @@ class Clock:
         assert number + 1 < self.num_marks
         return [9.0, self.eager, 9.0, 9.0, 9.0, self.graphs, 9.0][number]
 
-    def used_memory(self) -> float:
-        return self.used
+    def used_memory(self) -> tuple[float, float]:
+        return self.used, self.kept
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,15 @@ def test_graphs_stay_where_they_are_faster(clock: Clock, num_replays: int | None
         [] if num_replays is None else [(num_replays + 1) * len(batches)]
     )
     assert losses == plain_losses(9)
+
+
+@pytest.mark.parametrize(
+    ("used", "kept", "expected"), [(0.5, 0.2, True), (0.6, 0.3, False), (0.9, 0.85, False)]
+)
+def test_two_micro_batches_need_room_for_another(used: float, kept: float, expected: bool) -> None:
+    trial = Trial(Clock(0.2, 0.1, used, kept), build_grid(GridShape(), 0).world, CPU, list[str]().append)
+    assert trial.allows(StepKind.RECORD, 4) == (used <= 0.8)
+    assert trial.has_twice_the_memory == expected
 
 
 @functools.cache

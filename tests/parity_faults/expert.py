@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -32,6 +32,7 @@ from megatrain.parallel.pipeline.interleave import Turns, Work
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.rank_lists import Family
 from megatrain.tools.parity.runs.program import Patch
+from megatrain.training.engine import Engine
 
 
 def _expert_gradients_scaled() -> AbstractContextManager[Any]:
@@ -68,6 +69,41 @@ def _not_summed(layout: ParamLayout) -> ParamLayout:
 def _overflow_ignored() -> AbstractContextManager[Any]:
     """Use the gradients of a step in which experts lacked memory."""
     return mock.patch.object(RankCapacities, "begin_check", return_value=lambda: False)
+
+
+def _loads_of_the_attempt_before() -> AbstractContextManager[Any]:
+    """Compare the loads of the attempt before with the capacities."""
+    begin_check = RankCapacities.begin_check
+
+    def late(self: RankCapacities, *known: Any) -> Callable[[], bool]:
+        answers = vars(self).setdefault("answers", [lambda: False])
+        answers.append(begin_check(self, *known))
+        return answers.pop(0)
+
+    return mock.patch.object(RankCapacities, "begin_check", late)
+
+
+def _gradients_of_a_failed_attempt_kept() -> AbstractContextManager[Any]:
+    """Add the gradients of an attempt in which experts lacked memory to those of the next one."""
+    compute = Engine._compute_gradients
+
+    def again(self: Engine, *known: Any) -> Any:
+        while (infos := compute(self, *known)) is None:
+            pass
+        return infos
+
+    return mock.patch.object(Engine, "_compute_gradients", again)
+
+
+def _row_read_twice() -> AbstractContextManager[Any]:
+    """Return the output of the row before the last one for the last row's assignment too."""
+
+    def doubled(*known: Any, **more: Any) -> Permutation:
+        found = sort_by_expert(*known, **more)
+        last = found.rows.max()
+        return found._replace(rows=found.rows.where(found.rows != last, last - 1))
+
+    return mock.patch.object(expert_parallel, "sort_by_expert", doubled)
 
 
 def _router_not_reduced() -> AbstractContextManager[Any]:
@@ -210,6 +246,9 @@ EXPERT_FAULTS: dict[str, tuple[Patch, str]] = {
     "weight gradients of passes in turn dropped": (_gradients_in_turn_dropped, "dp2 mixtral ep2 moeoverlap"),
     "rows computed by another expert": (_experts_reversed, "dp2 mixtral ep2 alltoall"),
     "assignments above a rank's capacity dropped": (_overflow_ignored, "dp2 mixtral ep2 scarce"),
+    "loads of the attempt before": (_loads_of_the_attempt_before, "dp2 mixtral ep2 scarce"),
+    "gradients of a failed attempt kept": (_gradients_of_a_failed_attempt_kept, "dp2 mixtral ep2 scarce"),
+    "a row of experts' memory read twice": (_row_read_twice, "dp2 mixtral ep2 scarce"),
     "expert capacity applied per rank": (_capacity_per_rank, "tp2 sp mixtral ep2 dropping"),
     "latent projections not reduced under sp": (
         _projections_not_reduced,

@@ -17,6 +17,7 @@ EXCLUDED = {
     "optimizer.muon_no_split_qkv": "a row of muon has it",
     "optimizer.muon_scale_mode": "scales whole matrices",
     "optimizer.muon_coefficient_type": "coefficients of whole matrices",
+    "parallel.high_priority_stream_groups": "decides when kernels run, on GPUs",
     "parallel.context_parallel_chunk_means": "makes the loss depend on how samples are split, as in Megatron-LM",
     "experts.moe_router_score_function": "rows with experts have softmax and sigmoid; other functions are elementwise too",
     "experts.moe_router_pre_softmax": "a row of experts has it",
@@ -101,7 +102,7 @@ BASES = (
         "pp4",
         "pp4 mtp2",
     ),
-    *("muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2", "tokens dp4"),
+    *("uniform", "muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2", "tokens dp4"),
 )
 """Layouts that have what a word needs."""
 

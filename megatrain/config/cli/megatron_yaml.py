@@ -44,7 +44,7 @@ _IGNORED: Final = dict(
     entry.split("=")
     for entry in """
     adlr_autoresume_interval=1000 barrier_with_L1_time=* batch_p2p_comm=* batch_p2p_sync=*
-    cpu_offloading=false cpu_offloading_activations=* cpu_offloading_weights=* deallocate_pipeline_outputs=*
+    cpu_offloading=* cpu_offloading_activations=* cpu_offloading_weights=* deallocate_pipeline_outputs=*
     delay_grad_reduce=* delay_param_gather=* enable_autocast=false enable_one_logger=*
     fp8_amax_compute_algo=most_recent fp8_amax_history_len=1 fp8_interval=1 fp8_margin=0 gated_linear_unit=false
     mask_prob=0.15 memory_efficient_layer_norm=* moe_token_dropping=* one_logger_project=*

@@ -113,6 +113,7 @@ def mamba_of(model: ModelConfig) -> MambaSpec:
         head_dim=model.mamba_head_dim,
         num_groups=model.mamba_num_groups,
         state_dim=model.mamba_state_dim,
+        has_norm=not model.mamba_without_rmsnorm,
     )
 
 

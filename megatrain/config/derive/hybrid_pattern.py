@@ -1,11 +1,11 @@
-"""Layer patterns of hybrid models (`--hybrid-layer-pattern`): one letter per layer, and each layer has one part.
+"""Layer patterns of hybrid models (`--hybrid-layer-pattern`): one letter per layer, and each layer but `P` has one part.
 
     M*M-|M*M-/*E/*E
     ────┬──── ──┬──
         │       └ the layers of a prediction head, once per depth of multi-token prediction
         └ the layers of the decoder; | ends a virtual stage of the pipeline
 
-Source: Megatron-LM, core/models/hybrid/hybrid_layer_allocation.py.
+Source: Megatron-LM, core/models/hybrid/hybrid_layer_allocation.py, which lacks `P`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ LETTERS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """The part of a layer by its letter."""
+SIDE_BY_SIDE: Final = "P"
+"""A layer with Mamba-2 and attention, which both read its norm (Falcon-H1)."""
 STAGE, HEAD = "|", "/"
 _ATTENTIONS: Final = ("D", "+")
 """Letters that exclude `*`, as in Megatron-LM."""
@@ -130,6 +132,7 @@ def _spread(letters: list[str], letter: str, run: float) -> None:
 
 
 def _check_letters(text: str, letters: str) -> None:
-    unknown = sorted(set(letters) - set(LETTERS))
+    known = (*LETTERS, SIDE_BY_SIDE)
+    unknown = sorted(set(letters) - set(known))
     if unknown:
-        raise PatternError(f"'{text}' has {unknown[0]!r}, which is none of {' '.join(LETTERS)}")
+        raise PatternError(f"'{text}' has {unknown[0]!r}, which is none of {' '.join(known)}")

@@ -98,8 +98,7 @@ ACCEPTED_FLAGS: Final = (
     ),
     accepted(
         "NCCL is configured by its own environment variables (NCCL_ALGO, NCCL_NVLS_ENABLE, NCCL_COLLNET_ENABLE)",
-        "--nccl-communicator-config-path=* --use-nccl-ub --use-sharp --sharp-enabled-group=*"
-        " --high-priority-stream-groups=+* --disable-symmetric-registration --create-all-gather-group"
+        "--use-sharp --sharp-enabled-group=* --disable-symmetric-registration --create-all-gather-group"
         " --symmetric-ar-type=* --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend=*"
         " --use-ring-exchange-p2p",
         grade="cost",
@@ -132,6 +131,10 @@ ACCEPTED_FLAGS: Final = (
     accepted(
         "--optimizer-cpu-offload pins memory for two buckets in flight, never for all",
         "--no-pin-cpu-grads --no-pin-cpu-params",
+    ),
+    accepted(
+        "offloaded activations always keep their pinned buffers, and one copy to the host is in flight when the next begins",
+        "--cpu-offloading-retain-pinned-cpu-buffers --fine-grained-offloading-max-inflight-offloads=*",
     ),
     accepted(
         "--optimizer-cpu-offload always uses PyTorch operations", "--use-torch-optimizer-for-cpu-offload"
@@ -251,6 +254,16 @@ ACCEPTED_FLAGS: Final = (
     accepted(
         "--log-straggler reports slow ranks during the whole run, and no port is opened to switch it",
         "--disable-straggler-on-startup --straggler-ctrlr-port=*",
+    ),
+    accepted(
+        "--inprocess-restart needs no other intervals: the end of a connection reports the end of a process",
+        "--inprocess-granularity= --inprocess-heartbeat-interval= --inprocess-heartbeat-timeout="
+        " --inprocess-last-call-wait= --inprocess-monitor-process-interval= --inprocess-monitor-thread-interval="
+        " --inprocess-progress-watchdog-interval= --inprocess-completion-timeout= --inprocess-termination-grace-time=",
+    ),
+    accepted(
+        "--inprocess-restart always frees cached GPU memory before it continues",
+        "--inprocess-empty-cuda-cache",
     ),
     accepted("no barrier is used for timing", "--no-barrier-with-level-1-timing"),
     accepted("nothing is sent to NVIDIA one-logger", "--no-one-logger"),

@@ -44,6 +44,18 @@ DIFFERENT_DEFAULTS: Final = (
         requires="model.group_query_attention",
     ),
     DifferentDefault(
+        "resilience.inprocess_active_world_size",
+        "1",
+        "in Megatron-LM it is the variable WORLD_SIZE: all processes, too",
+        is_noted=False,
+    ),
+    DifferentDefault(
+        "resilience.inprocess_soft_timeout",
+        "60",
+        "the progress of whole steps is watched, not of Python's instructions",
+        requires="resilience.inprocess_restart",
+    ),
+    DifferentDefault(
         "parallel.use_distributed_optimizer", "off", "it saves memory without changing results (ZeRO-1)"
     ),
     DifferentDefault(

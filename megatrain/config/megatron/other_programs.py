@@ -22,9 +22,13 @@ OTHER_PROGRAMS: Final = (
     ),
     refused(
         "preprocess_data.py reads it, not pretrain.py",
-        _any_values("append-eod output-prefix json-keys split-sentences keep-newlines")
-        + " --sft-tokenizer-prompt-format= --chat-template=",
+        _any_values("append-eod output-prefix json-keys split-sentences keep-newlines") + " --chat-template=",
         instead="give it to preprocess_data.py, and the datasets that it makes to --data-path",
+    ),
+    accepted(
+        "datasets keep the format that preprocess_data.py --sft had, as the .json next to each says",
+        "--sft-tokenizer-prompt-format=*",
+        grade="result",
     ),
     accepted(
         "--export-kd-teacher-load recognises checkpoints by their files",

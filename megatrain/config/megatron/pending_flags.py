@@ -24,8 +24,13 @@ PENDING_FLAGS: Final = (
         " --disable-tp-comm-split-rs",
     ),
     pending(
-        "a high priority of expert communication, and an earlier release of attention's memory",
-        "--overlap-moe-expert-parallel-comm runs without them",
+        "registration of gradients and weights with NCCL",
+        "its kernels copy them; TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK=1 lets PyTorch register its whole memory",
+        "--use-nccl-ub",
+    ),
+    pending(
+        "a high priority of expert communication alone, and an earlier release of attention's memory",
+        "--overlap-moe-expert-parallel-comm runs without them; --high-priority-stream-groups ep has the priority",
         "--ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
     ),
     pending(
@@ -35,13 +40,10 @@ PENDING_FLAGS: Final = (
         " --moe-pad-experts-for-cuda-graph-inference",
     ),
     pending(
-        "activations in host memory",
-        "activations stay on the GPU; --recompute-granularity and --optimizer-cpu-offload save memory too",
-        "--cpu-offloading-num-layers=* --cpu-offloading-retain-pinned-cpu-buffers"
-        " --fine-grained-activation-offloading --fine-grained-offloading-max-inflight-offloads=*"
-        " --activation-offload-fraction=* --offload-modules=+* --delay-offload-until-cuda-graph"
-        " --delta-offload-bytes-across-pp-ranks=* --min-offloaded-tensor-size=*",
-        saves_memory=True,
+        "a choice of how much is offloaded, and when",
+        "all that --offload-modules names is copied at once",
+        "--activation-offload-fraction=* --delay-offload-until-cuda-graph"
+        " --delta-offload-bytes-across-pp-ranks=*",
     ),
     pending(
         "expert activations outside the PyTorch allocator",

@@ -24,7 +24,7 @@ REFUSED_FLAGS: Final = (
     ),
     # Different by design
     refused(
-        "a checkpoint of Megatron-LM is written by another command",
+        "--load reads checkpoints of Megatron-LM as they are, and another command writes them",
         "--ckpt-convert-format= --ckpt-convert-save= --ckpt-convert-update-legacy-dist-opt-format",
         instead="use `megatrain convert megatrain-to-megatron`, which writes the format torch_dist",
     ),
@@ -57,14 +57,9 @@ REFUSED_FLAGS: Final = (
         " --fault-injector-ranks= --fault-injector-seed=",
     ),
     refused(
-        "restarting within a process is not supported",
-        "--inprocess-active-world-size= --inprocess-barrier-timeout= --inprocess-completion-timeout="
-        " --inprocess-empty-cuda-cache --inprocess-granularity= --inprocess-hard-timeout="
-        " --inprocess-heartbeat-interval= --inprocess-heartbeat-timeout= --inprocess-last-call-wait="
-        " --inprocess-max-iterations= --inprocess-monitor-process-interval= --inprocess-monitor-thread-interval="
-        " --inprocess-progress-watchdog-interval= --inprocess-restart --inprocess-soft-timeout="
-        " --inprocess-termination-grace-time= --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters=",
-        instead="remove the flag; torchrun --max-restarts restarts the run, which resumes from its last checkpoint",
+        "the package nvidia-resiliency-ext is not used",
+        "--enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters=",
+        instead="use --inprocess-restart, or torchrun --max-restarts",
     ),
     refused(
         "a teacher's outputs are written by another command",

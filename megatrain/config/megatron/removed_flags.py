@@ -116,7 +116,7 @@ _UNSUPPORTED: Final = (
     refused(
         "the layers of each stage are named by another flag",
         "--standalone-embedding-stage",
-        instead="use --account-for-embedding-in-pipeline-split, or --pipeline-model-parallel-layout with a stage of E alone",
+        instead="use --pipeline-model-parallel-layout with a stage of E alone, such as 'E|tt|ttL' for four layers on three stages",
     ),
     refused(
         "FP8 is chosen by its format",

@@ -29,6 +29,8 @@ class LayerSpec:
     norm_position: NormPosition = "pre"
     is_parallel: bool = False
     """All branches read the input of the layer."""
+    has_one_norm: bool = False
+    """They read its norm, and have none of their own."""
 
     @property
     def mixer(self) -> Part | None:

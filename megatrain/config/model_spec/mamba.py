@@ -30,6 +30,8 @@ class MambaSpec(Part):
     """Groups of consecutive heads that share B and C."""
     state_dim: int
     kernel_size: int = 4
+    has_norm: bool = True
+    """The gated output of each group is normalized."""
 
     @property
     def inner_dim(self) -> int:

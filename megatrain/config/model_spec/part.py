@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from megatrain.config.model_spec.linear import Linear
 
+MAX_SCAN_STATE: Final = 128 * 128
+"""Numbers of a head's state that the kernels of scans support."""
 Role = Literal["mixer", "mlp"]
 """A mixer reads other tokens of a sample; an MLP computes each token by itself."""
 

@@ -175,7 +175,7 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
             ),
         ),
     )
-    """Overlap the communication of experts with the layers of another micro-batch: the forward pass of a micro-batch runs in turn with the backward pass of an earlier one. With several pipeline ranks it requires a --pipeline-schedule that runs passes together: see docs/parallelism.md."""
+    """Overlap the communication of experts with the layers of another micro-batch: the forward pass of a micro-batch runs in turn with the backward pass of an earlier one. If not given, only the CUDA graphs that --cuda-graph-impl auto tries do so, without pipeline stages and where memory for another micro-batch is left. With several pipeline ranks it requires a --pipeline-schedule that runs passes together: see docs/parallelism.md."""
     moe_alltoall_as_allgather: bool = setting(
         AUTO, on_resume=SAFE, needs=one_of("experts.moe_token_dispatcher_type", "alltoall")
     )

@@ -41,7 +41,7 @@ _RELATIVE = one_of("model.position_embedding_type", "relative")
 
 NOT_IN_MEGATRON: Final = (
     "geglu use_parallel_residual norm_position qk_layernorm_width softmax_scale attn_logit_softcapping final_logit_softcapping"
-    " embedding_multiplier window_rotary_base"
+    " embedding_multiplier window_rotary_base mamba_without_rmsnorm"
 ).split()
 """Settings that Megatron-LM has no argument for; without them another function would be computed there."""
 
@@ -72,6 +72,8 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Mamba-2: groups of heads that share the projections into and out of the state, B and C."""
     mamba_state_dim: int = setting(128, at_least=1, needs=_HYBRID)
     """Mamba-2: state channels per channel of a head."""
+    mamba_without_rmsnorm: bool = setting(False, needs=_HYBRID)
+    """Mamba-2: no RMSNorm of the groups of channels after the gate. Not in Megatron-LM."""
     bert_no_binary_head: bool = setting(False, needs=one_of("model.model_family", "bert"))
     """BERT: no next-sentence head, no pooler and no token types."""
     decoder_num_layers: int | None = setting(None, at_least=1, on_resume=SAFE, needs=_TWO_DEPTHS)

@@ -13,6 +13,18 @@ _PIPELINE = above("parallel.pipeline_model_parallel_size", 1)
 _TENSOR = above("parallel.tensor_model_parallel_size", 1)
 _CONTEXT = above("parallel.context_parallel_size", 1)
 _PACKS = on("data.pack_documents")
+_NCCL = one_of("parallel.distributed_backend", "nccl")
+NCCL_GROUPS: Final = {
+    "tp": "tp kv", "cp": "cp cp_heads cp_ring", "hcp": "cp_heads cp_ring", "tp_cp": "tp_cp", "pp": "pp", "embd": "embedding",
+    "dp": "dp", "dp_cp": "dp replicas", "intra_dp_cp": "dp replicas dp_shard", "inter_dp_cp": "dp_copies", "ep": "ep",
+    "ep_tp": "etp", "ep_dp": "expert_replicas expert_shard", "intra_ep_dp": "expert_shard", "inter_ep_dp": "expert_copies",
+    "pos_embd": "", "mp": "", "tp_dp": "", "tp_dp_cp": "", "tp_ep_mp": "", "tp_ep_pp": "",
+}  # fmt: skip
+NcclGroup = Literal[
+    "tp", "cp", "hcp", "tp_cp", "pp", "embd", "dp", "dp_cp", "intra_dp_cp", "inter_dp_cp", "ep", "ep_tp", "ep_dp", "intra_ep_dp",
+    "inter_ep_dp", "pos_embd", "mp", "tp_dp", "tp_dp_cp", "tp_ep_mp", "tp_ep_pp",
+]  # fmt: skip
+"""Groups of Megatron-LM, and ours that correspond to them."""
 DYNAMIC: Final = "default_dynamic_cp"
 """The scheduler whose groups differ from pack to pack."""
 
@@ -98,13 +110,6 @@ class ParallelConfig(Section, on_resume=SAFE):
             _TENSOR,
             one_of("training.device", "cuda", words="on a CPU: communication and products take turns there"),
             costly(
-                one_of(
-                    "derived.transformer_impl",
-                    "local",
-                    words="with {0} transformer_engine, whose layers wait for their communication; {0} local overlaps it",
-                )
-            ),
-            costly(
                 off(
                     "precision.fp8_format", words="in linear layers of {}, which wait for their communication"
                 )
@@ -114,7 +119,7 @@ class ParallelConfig(Section, on_resume=SAFE):
             "experts.moe_shared_expert_overlap", why=": layers on two streams would use the same peer memory"
         ),
     )
-    """With --sequence-parallel on GPUs: overlap the all-gather before a GEMM, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them. auto: on with 2 to 4 tensor ranks on GPUs that NVLink connects, unless messages are small."""
+    """With --sequence-parallel on GPUs: overlap the all-gather before a GEMM, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them. auto: on with 2 to 4 tensor ranks on GPUs that NVLink connects, unless messages are small or Transformer Engine computes linear layers; if asked for, local computes these."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1). Off by default in Megatron-LM."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = AUTO
@@ -127,6 +132,10 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Overlap gradient reduction with the backward pass. Off: reduce after it."""
     overlap_param_gather: bool = True
     """Overlap the all-gather of updated weights with the optimizer and the next forward pass. Off: wait for each layer before the next update."""
+    nccl_communicator_config_path: str | None = setting(None, needs=_NCCL)
+    """YAML file with options of NCCL communicators by group of Megatron-LM: `ep: {min_ctas: 1, max_ctas: 16, cga_cluster_size: 2, net_name: IB, is_high_priority_stream: true}`."""
+    high_priority_stream_groups: tuple[NcclGroup, ...] = setting((), needs=_NCCL)
+    """Groups whose NCCL kernels run on streams of high priority, so that other kernels delay them less."""
     distributed_backend: Literal["nccl", "gloo"] = setting(
         AUTO,
         conflicts=conflict(

@@ -4,12 +4,16 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
-from megatrain.config.schema.needs import conflict, either, none_of, on, one_of
+from megatrain.config.schema.needs import conflict, contains, either, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _SELECTIVE = conflict("training.recompute_granularity", "full", why=", since it is selective")
+_OFFLOADS = on("training.cpu_offloading_num_layers", "training.fine_grained_activation_offloading")
+OffloadedModule = Literal[
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "layer_input"
+]
 _EVALUATED_AS_TRAINED = (
     conflict("data.dataloader_type", "cyclic", why=", whose order depends on the micro-batch size"),
     conflict("data.pack_documents", why=", whose micro-batches are packs"),
@@ -101,9 +105,11 @@ class TrainingConfig(Section, on_resume=SAFE):
     require_parity: bool = False
     """Treat settings whose result is not proven equal under every layout as errors. Off: as notes. Not in Megatron-LM."""
     cuda_graph_impl: Literal["auto", "none", "local", "full_iteration", "transformer_engine"] = "auto"
-    """CUDA graphs of a micro-batch's passes, launched at once: for models whose kernels end before the host has launched the next ones, such as small ones and those with many small experts. local, full_iteration: one graph of the whole micro-batch, or with pipeline ranks one of each pass; not where the host reads counts of experts. auto: local where steps are faster with graphs than without, which is tried after the warm-up if a fifth of the memory is left; a line of the log has the times. transformer_engine has no effect."""
+    """CUDA graphs of a micro-batch's passes, launched at once: for models whose kernels end before the host has launched the next ones, such as small ones and those with many small experts. local, full_iteration: one graph of the whole micro-batch, or with pipeline ranks one of each pass; not where the host reads counts of experts. auto: local where steps are faster with graphs than without, which is tried after the warm-up if a fifth of the memory is left; a line of the log has the times. transformer_engine: as auto."""
     cuda_graph_warmup_steps: int = setting(
-        3, at_least=0, needs=one_of("training.cuda_graph_impl", "auto", "local", "full_iteration")
+        3,
+        at_least=0,
+        needs=one_of("training.cuda_graph_impl", "auto", "local", "full_iteration", "transformer_engine"),
     )
     """Iterations of a start before CUDA graphs are captured: kernels are compiled in them. 0 counts as 1; with auto, fewer than 3 count as 3."""
     compile: bool = True
@@ -145,6 +151,18 @@ class TrainingConfig(Section, on_resume=SAFE):
         ),
     )
     """Recompute norms that precede linear layers, as --recompute-modules layernorm does. auto: on GPUs for wide models, where the cost is small, unless something else is recomputed. Not in Megatron-LM."""
+    cpu_offloading_num_layers: int = setting(0, at_least=0)
+    """Layers of each pipeline rank (more than it has: all), spread evenly over it, whose activations are copied to pinned host memory and back before their backward pass, concurrently with computation (docs/training.md)."""
+    fine_grained_activation_offloading: bool = setting(
+        False, conflicts=conflict("training.cpu_offloading_num_layers", why=", which offloads whole layers")
+    )
+    """Copy what --offload-modules names to pinned host memory, in every layer, and back before its backward pass."""
+    offload_modules: tuple[OffloadedModule, ...] = setting(
+        (), needs=on("training.fine_grained_activation_offloading")
+    )
+    """Modules whose inputs are offloaded: attn_norm, qkv_linear, core_attn, attn_proj (with core_attn), mlp_norm; expert_fc1 and moe_act in layers with experts; layer_input with --recompute-granularity full."""
+    min_offloaded_tensor_size: int = setting(1 << 20, at_least=0, unit="elements", needs=_OFFLOADS)
+    """Smallest tensor that is offloaded."""
     device: Literal["cpu", "cuda"] = AUTO
     """Device. auto: cuda if there is a GPU, else cpu."""
     dry_run: Literal["text", "json"] | None = setting(None, alone="text", on_resume=SILENT)
@@ -154,6 +172,11 @@ class TrainingConfig(Section, on_resume=SAFE):
         None, on_resume=SILENT, needs=on("training.dry_run")
     )
     """GPU that --dry-run plans for: its memory, and the formats that it multiplies. none: this host's GPU, or an H100 where it has none. Not in Megatron-LM."""
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Activations are copied to host memory."""
+        return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading
 
     @property
     def only_evaluates(self) -> bool:
@@ -169,6 +192,7 @@ _NOT_COPIED: Final = (
     conflict("optimizer.optimizer", "sgd", "muon", why=_NOT_HELD),
     conflict("model.model_family", "vlm", why=_NOT_HELD),
     conflict("model.spec", why=_NOT_HELD),
+    conflict("model.hybrid_layer_pattern", when=contains("model.hybrid_layer_pattern", "P"), why=_NOT_HELD),
     *(
         conflict(f"model.{name}", when=none_of(f"model.{name}", getattr(ModelConfig, name)), why=_NOT_HELD)
         for name in NOT_IN_MEGATRON
@@ -292,6 +316,7 @@ def non_persistent_folder(
 
 _NCCL = one_of("parallel.distributed_backend", "nccl")
 _RECORDER = on("resilience.flight_recorder_dump_path")
+_RESTART = on("resilience.inprocess_restart")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,5 +353,17 @@ class ResilienceConfig(Section, on_resume=SAFE):
         "transient_error", needs=on("resilience.error_injection_rate")
     )
     """Behaviour of the steps that --error-injection-rate rejects: transient_error (right when computed again), persistent_error (right on other devices), correct_result (the same everywhere)."""
+    inprocess_restart: bool = False
+    """Keep healthy processes after a failure: they form new process groups with the processes that replace the lost ones, and continue from the last checkpoint. A supervisor starts each process."""
+    inprocess_active_world_size: int | None = setting(None, at_least=1, needs=_RESTART)
+    """Ranks that train; the other processes of the job are spares. none: all processes train."""
+    inprocess_max_iterations: int | None = setting(None, at_least=0, needs=_RESTART)
+    """Restarts within the job; none: any number, but not three in a row before an iteration."""
+    inprocess_soft_timeout: float = setting(120.0, above=0, needs=_RESTART)
+    """Seconds without progress of a training step or an evaluation after which a rank counts as hanging."""
+    inprocess_hard_timeout: float = setting(90.0, above=0, needs=_RESTART)
+    """Seconds in which a process must leave its groups after a failure; otherwise it is replaced."""
+    inprocess_barrier_timeout: float = setting(120.0, above=0, needs=_RESTART)
+    """Seconds from a failure in which all ranks must be there again; otherwise the job ends. After half of them a spare replaces a lost process whose host is alive."""
     exit_file: str | None = None
     """Save and exit once this file exists; rank 0 looks for it. A run does not start while it exists. Not in Megatron-LM."""

@@ -15,11 +15,13 @@ from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
 from megatrain.config.subjects.attention import has_documents
+from megatrain.config.subjects.experts import experts_are_split
 from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE
 
 _CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
-WHOLE: Final = ("local", "full_iteration")
-"""Kinds of graphs of a whole micro-batch, or of a whole pass of a pipeline stage."""
+TRIED: Final = ("auto", "transformer_engine")
+"""Kinds with which graphs stay if steps are faster with them; all kinds record a whole micro-batch, or a pass of a pipeline stage."""
+_MOST_GRAPHS: Final = 32
 _DIVISOR: Final = 8
 """Divisor of the widths of experts that one bf16 kernel computes: see `kernels/moe/grouped_gemm.py`."""
 _ONE_KERNEL_ARCHITECTURES: Final = (9, 10)
@@ -143,37 +145,63 @@ def loss_scale_is_in_range(draft: Draft) -> Problems:
 def cuda_graphs(draft: Draft) -> DerivedValue:
     """Decide whether the passes of training are CUDA graphs."""
     kind = draft.config.training.cuda_graph_impl
-    if kind == "auto":
+    if kind in TRIED:
         reason = next(itertools.chain(_obstacles(draft), _obstacles_of_a_choice(draft)), None)
         return DerivedValue(reason is None, reason or "if steps are faster with them, which is tried")
-    if kind not in WHOLE:
-        return DerivedValue(False, f"--cuda-graph-impl {kind}")
-    reason = next(_obstacles(draft), None)
+    reason = f"--cuda-graph-impl {kind}" if kind == "none" else next(_obstacles(draft), None)
     return DerivedValue(reason is None, reason or f"--cuda-graph-impl {kind}")
+
+
+@derives("derived.graphs_in_turn")
+def graphs_in_turn(draft: Draft) -> DerivedValue:
+    """Decide whether graphs run passes as --overlap-moe-expert-parallel-comm does, which costs the host nothing there."""
+    reason = next(_why_graphs_take_no_turns(draft), None)
+    return DerivedValue(reason is None, reason or "passes of two micro-batches hide the sends of tokens")
+
+
+def _why_graphs_take_no_turns(draft: Draft) -> Iterator[str]:
+    config, count = draft.config, draft.derived.num_microbatches
+    if not draft.derived.cuda_graphs or config.training.cuda_graph_impl not in TRIED:
+        yield "no graphs are tried"
+    if draft.is_given("experts.overlap_moe_expert_parallel_comm"):
+        yield "a flag decides about --overlap-moe-expert-parallel-comm"
+    if config.parallel.expert_model_parallel_size == 1 or not experts_are_split(draft):
+        yield "experts are on one rank"
+    if config.parallel.pipeline_model_parallel_size > 1 or config.experts.moe_shared_expert_overlap:
+        yield "pipeline stages and shared experts overlap in other ways"
+    if not 1 < count <= _MOST_GRAPHS:
+        yield f"each of {count} micro-batches would have a graph"
 
 
 @note("cost")
 def cuda_graphs_have_no_effect(draft: Draft) -> Notes:
     """Yield a note if CUDA graphs are asked for and not used, or used later than asked for."""
     kind = draft.config.training.cuda_graph_impl
-    if kind == "transformer_engine":
-        yield "--cuda-graph-impl transformer_engine has no effect: graphs of single modules are missing; use local"
-    elif kind not in WHOLE:
+    if kind in ("auto", "none"):
         return
-    elif not draft.derived.cuda_graphs:
+    if not draft.derived.cuda_graphs:
         yield f"--cuda-graph-impl {kind} has no effect: {draft.origins['derived.cuda_graphs'].detail}"
     elif draft.config.training.cuda_graph_warmup_steps == 0:
         yield "--cuda-graph-warmup-steps 0: kernels are compiled in one iteration before the capture"
 
 
+@note("nothing")
+def graphs_of_modules_are_of_micro_batches(draft: Draft) -> Notes:
+    kind = draft.config.training.cuda_graph_impl
+    if draft.derived.cuda_graphs and kind == "transformer_engine":
+        yield f"--cuda-graph-impl {kind} runs as auto: a graph has the whole micro-batch, and stays if steps are faster with it"
+
+
 @unproven("nothing")
 def graphs_of_passes(draft: Draft) -> Notes:
-    if draft.derived.cuda_graphs and draft.config.training.cuda_graph_impl != "auto":
+    if draft.derived.cuda_graphs and draft.config.training.cuda_graph_impl not in TRIED:
         yield "--cuda-graph-impl launches the same kernels, weight gradients partly in another order: compared on GPUs only (tests/gpu)"
 
 
 def _obstacles_of_a_choice(draft: Draft) -> Iterator[str]:
-    """Yield why a run must not depend on measured times."""
+    """Yield why a run must not depend on measured times, or was not measured."""
+    if draft.derived.transformer_impl == TRANSFORMER_ENGINE:
+        yield "modules of Transformer Engine are recorded with --cuda-graph-impl local only"
     if draft.config.training.deterministic_mode:
         yield "--deterministic-mode: what was measured decides nothing"
     if draft.config.training.require_parity:
@@ -185,8 +213,8 @@ def _obstacles(draft: Draft) -> Iterator[str]:
     config, derived = draft.config, draft.derived
     if config.training.device != "cuda":
         yield "a CPU has none"
-    if derived.transformer_impl == TRANSFORMER_ENGINE:
-        yield "modules of Transformer Engine are not captured; --transformer-impl local is"
+    if derived.transformer_impl == TRANSFORMER_ENGINE and derived.fp8_layers:
+        yield "FP8 modules of Transformer Engine are not captured; --transformer-impl local is"
     if has_documents(draft):
         yield "the sizes of documents change"
     if layer_function(config.model.spec) is not None:
@@ -195,6 +223,8 @@ def _obstacles(draft: Draft) -> Iterator[str]:
         yield "the host keeps or reads the outputs of a teacher"
     if config.training.loss is not None:
         yield "the function of --loss may wait for the GPU"
+    if config.training.offloads_activations:
+        yield "activations are offloaded to host memory"
     yield from _obstacles_of_ranks(draft)
     if config.experts.num_experts is not None:
         yield from _obstacles_of_experts(draft)

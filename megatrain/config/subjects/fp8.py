@@ -9,6 +9,7 @@ from megatrain.config.errors import Problem
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.module_precision import Recipe, digest_of, linear_layers, recipes_of_modules
 from megatrain.config.plan import DerivedValue, Draft, Plan
+from megatrain.config.plan_note import PlanNote
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
 from megatrain.config.schema.optimizer import PrecisionConfig
 from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE, local_fp8_layers
@@ -333,7 +334,7 @@ def block_size_without_effect(draft: Draft) -> Notes:
 def param_gather_without_effect(draft: Draft) -> Notes:
     reason = why_no_codes_are_gathered(draft)
     if draft.config.precision.fp8_param_gather and reason:
-        yield f"--fp8-param-gather has no effect {reason}"
+        yield PlanNote(f"--fp8-param-gather has no effect {reason}", "cost", saves_memory=True)
 
 
 def why_no_codes_are_gathered(draft: Draft | Plan) -> str:

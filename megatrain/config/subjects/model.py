@@ -28,7 +28,7 @@ _MAX_NORMS_PERCENT: Final = 0.5
 """Largest part of a step that recomputed norms may take by default."""
 _FLOPS_PER_BYTE: Final = 600 / 4
 """Matrix FLOPs of a Hopper GPU in the time of moving a byte, both at the rates of training (docs/benchmarks.md)."""
-_EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act")
+_EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act", "expert_fc1")
 
 
 @derives("model.ffn_hidden_size")
@@ -244,12 +244,40 @@ def recomputation_is_complete(draft: Draft) -> Problems:
 
 @note("nothing")
 def modules_without_effect(draft: Draft) -> Notes:
-    """Name the parts that the model is asked to recompute and does not have."""
+    """Name the parts that the model is asked to recompute or to offload and does not have."""
     modules, model = draft.config.training.recompute_modules, draft.config.model
-    names = [name for name in modules if name in _EXPERT_MODULES]
-    if names and draft.config.experts.num_experts is None:
-        yield f"--recompute-modules {' '.join(names)} has no effect without --num-experts"
+    for flag, given in (
+        ("--recompute-modules", modules),
+        ("--offload-modules", draft.config.training.offload_modules),
+    ):
+        names = [name for name in given if name in _EXPERT_MODULES]
+        if names and draft.config.experts.num_experts is None:
+            yield f"{flag} {' '.join(names)} has no effect without --num-experts"
     if "mla_up_proj" in modules and not model.multi_latent_attention:
         yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention"
     if "layernorm" in modules and model.norm_position == "post":
         yield "--recompute-modules layernorm has no effect with --norm-position post, since no norm precedes a linear layer"
+
+
+@rule
+def offloaded_modules_fit(draft: Draft) -> Problems:
+    training = draft.config.training
+    if not training.fine_grained_activation_offloading:
+        return
+    modules = training.offload_modules
+    if not modules:
+        yield Problem(
+            "--fine-grained-activation-offloading requires --offload-modules",
+            "add --offload-modules core_attn, or other modules",
+        )
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield Problem(
+            "--offload-modules attn_proj frees nothing without core_attn: core attention saves its output, which is the"
+            " input of the projection",
+            f"use --offload-modules core_attn {' '.join(modules)}",
+        )
+    if "layer_input" in modules and training.recompute_granularity != "full":
+        yield Problem(
+            "--offload-modules layer_input requires --recompute-granularity full: other layers save more than their inputs",
+            "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or remove layer_input",
+        )

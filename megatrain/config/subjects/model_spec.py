@@ -19,7 +19,7 @@ from megatrain.config.derive.families import (
     num_token_types,
     stacks_of,
 )
-from megatrain.config.derive.hybrid_pattern import HybridPattern, known_pattern
+from megatrain.config.derive.hybrid_pattern import SIDE_BY_SIDE, HybridPattern, known_pattern
 from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
 from megatrain.config.derive.patterns import (
     PatternError,
@@ -159,19 +159,32 @@ def _mtp(
 def _layers_of_letters(
     letters: str, model: ModelConfig, experts: ExpertsConfig, *, qk_norm_decays: bool
 ) -> tuple[LayerSpec, ...]:
-    """Return layers of one part each, by the letters of a pattern of a hybrid."""
-    parts: dict[str, Callable[[], Part]] = {
-        "M": lambda: mamba_of(model),
-        "G": lambda: _linear_attention(model),
-        "*": lambda: _attention(model, qk_norm_decays=qk_norm_decays),
-        "+": lambda: _attention(model, qk_norm_decays=qk_norm_decays),
-        "-": lambda: _mlp(model, model.ffn_hidden_size),
-        "E": lambda: _experts(model, experts),
+    """Return layers by the letters of a pattern of a hybrid."""
+
+    def attention() -> Part:
+        return _attention(model, qk_norm_decays=qk_norm_decays)
+
+    parts: dict[str, Callable[[], tuple[Part, ...]]] = {
+        "M": lambda: (mamba_of(model),),
+        "G": lambda: (_linear_attention(model),),
+        "*": lambda: (attention(),),
+        "+": lambda: (attention(),),
+        "-": lambda: (_mlp(model, model.ffn_hidden_size),),
+        "E": lambda: (_experts(model, experts),),
+        SIDE_BY_SIDE: lambda: (mamba_of(model), attention()),
     }
     if set(letters) - set(parts) or ("E" in letters and experts.num_experts is None):
         raise UnresolvedError  # `patterns_have_their_parts` reports it
     built = {letter: parts[letter]() for letter in dict.fromkeys(letters)}
-    return tuple(LayerSpec(parts=(built[letter],), norm_position=model.norm_position) for letter in letters)
+    return tuple(
+        LayerSpec(
+            parts=built[letter],
+            norm_position=model.norm_position,
+            is_parallel=letter == SIDE_BY_SIDE,
+            has_one_norm=letter == SIDE_BY_SIDE,
+        )
+        for letter in letters
+    )
 
 
 def _layers(

@@ -9,7 +9,7 @@ from typing import Final
 from megatrain.config.derive.vision import length_in_words, sample_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import Change, best, divisors, lengths, multiples, use, words
-from megatrain.config.plan import DerivedValue, Draft
+from megatrain.config.plan import DerivedValue, Draft, Plan
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import whole
@@ -144,40 +144,46 @@ def tp_comm_overlap(draft: Draft) -> DerivedValue:
 
 
 def _why_products_wait(draft: Draft) -> Iterator[str]:
-    config, size = draft.config, draft.config.parallel.tensor_model_parallel_size
+    config, facts, parallel = draft.config, draft.facts, draft.config.parallel
+    size = parallel.tensor_model_parallel_size
     if size == 1:
         yield "--tensor-model-parallel-size 1"
-    if not config.parallel.sequence_parallel:
+    if not parallel.sequence_parallel:
         yield "--no-sequence-parallel"
     if config.training.device != "cuda":
         yield "on a CPU: communication and products take turns"
-    if draft.derived.transformer_impl != "local":
-        yield "layers of Transformer Engine wait for their communication; --transformer-impl local overlaps it"
+    if (facts.ranks_per_node or facts.devices_per_node or size) % size:
+        yield "tensor ranks are on several hosts"
+    capability = facts.device_capability or (_LINKED_ARCHITECTURES[0], 0)
+    if any(word in (facts.device_name or "") for word in ("PCIe", "NVL")):
+        capability = (0, 0)
+    samples = config.training.micro_batch_size / parallel.context_parallel_size
+    yield from why_products_wait(draft, size, samples, capability)
+
+
+def why_products_wait(
+    plan: Draft | Plan, tp: int, samples: float, capability: tuple[int, int]
+) -> Iterator[str]:
+    """Yield why layers of `tp` ranks of one host would not overlap products and communication by default.
+
+    Args:
+        samples: of a micro-batch on a context-parallel rank.
+        capability: compute capability of the GPUs.
+    """
+    config = plan.config
+    if plan.derived.transformer_impl != "local":
+        yield "linear layers of Transformer Engine wait for their communication; with --tp-comm-overlap local computes them"
     if config.precision.fp8_format is not None or config.precision.fp4_format is not None:
         yield "linear layers of FP8 and FP4 wait for their communication"
     if config.model.model_family != "gpt":
         yield "measured with layers of GPTs only"
     if config.experts.moe_shared_expert_overlap:
         yield "layers on two streams would use the same peer memory"
-    yield from _why_copies_are_slow(draft)
-
-
-def _why_copies_are_slow(draft: Draft) -> Iterator[str]:
-    config, facts = draft.config, draft.facts
-    size = config.parallel.tensor_model_parallel_size
-    if size > _MOST_OVERLAPPED_RANKS:
+    if tp > _MOST_OVERLAPPED_RANKS:
         yield f"measured with 2 to {_MOST_OVERLAPPED_RANKS} tensor ranks only"
-    if (facts.ranks_per_node or facts.devices_per_node or size) % size:
-        yield "tensor ranks are on several hosts"
-    is_linked = facts.device_capability is None or facts.device_capability[0] in _LINKED_ARCHITECTURES
-    if not is_linked or any(word in (facts.device_name or "") for word in ("PCIe", "NVL")):
+    if capability[0] not in _LINKED_ARCHITECTURES:
         yield "measured on GPUs that NVLink connects all to all"
-    rows = (
-        config.data.seq_length
-        // config.parallel.context_parallel_size
-        // size
-        * config.training.micro_batch_size
-    )
+    rows = int(config.data.seq_length * samples / tp)
     if rows * config.model.hidden_size < _SMALL_MESSAGE:
         yield f"messages of {rows} rows are too small"
 

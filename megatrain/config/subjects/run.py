@@ -53,6 +53,34 @@ def reruns_have_rejected_steps(draft: Draft) -> Problems:
         )
 
 
+@rule
+def restarts_continue_from_saves(draft: Draft) -> Problems:
+    checkpoint = draft.config.checkpoint
+    if not draft.config.resilience.inprocess_restart:
+        return
+    if checkpoint.save is None or checkpoint.load != checkpoint.save:
+        folder = checkpoint.save or "FOLDER"
+        yield Problem(
+            f"--inprocess-restart continues from the checkpoints of --save {checkpoint.save}, and --load is {checkpoint.load}",
+            f"add --save {folder} --load {folder}; --pretrained-checkpoint names other weights to start with",
+        )
+    for flag, given in (
+        ("--finetune", checkpoint.finetune),
+        ("--ckpt-step", checkpoint.ckpt_step is not None),
+    ):
+        if given:
+            yield Problem(
+                f"--inprocess-restart would begin at the same place after each failure with {flag}",
+                f"remove {flag}; --pretrained-checkpoint names other weights to start with",
+            )
+
+
+@unproven("nothing")
+def restarts_on_gpus(draft: Draft) -> Notes:
+    if draft.config.resilience.inprocess_restart and draft.config.training.device == "cuda":
+        yield "--inprocess-restart was tested with gloo on CPUs, not with NCCL"
+
+
 @note("result")
 def bad_steps_are_skipped(draft: Draft) -> Notes:
     if not draft.config.training.check_for_nan_in_loss_and_grad:

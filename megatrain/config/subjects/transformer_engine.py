@@ -95,6 +95,7 @@ def local_leaves(draft: Draft) -> dict[str, str]:
     if draft.derived.transformer_impl != TRANSFORMER_ENGINE:
         return {}
     leaves = {
+        f"linear layers in {draft.config.precision.params_dtype}": _missing_in_products(draft),
         "core attention": ", ".join(why_local_attention(draft)),
         "activations": ", ".join(_missing_in_activations(draft)),
         "norms": ", ".join(_missing_in_norms(draft)),
@@ -135,6 +136,14 @@ def why_local_attention(draft: Draft) -> Iterator[str]:
         yield "--cp-comm-type a2a+all_gather"
     if any(each.groups % each.ranks for each in head_exchanges(draft)):
         yield f"fewer query groups than ranks with --cp-comm-type {' '.join(draft.derived.cp_comm_types)}"
+
+
+def _missing_in_products(draft: Draft) -> str:
+    """Return the flag with which products of linear layers overlap their communication."""
+    parallel = draft.config.parallel
+    is_split = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
+    are_all_fp8 = len(draft.derived.fp8_layers) == len(draft.derived.model_spec.all_layers)
+    return "--tp-comm-overlap" if is_split and parallel.tp_comm_overlap and not are_all_fp8 else ""
 
 
 def _missing_in_activations(draft: Draft) -> Iterator[str]:

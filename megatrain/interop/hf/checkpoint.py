@@ -6,6 +6,7 @@ import functools
 import re
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,7 @@ from megatrain.interop.hf.families.table import family_of
 from megatrain.interop.hf.family import COUNT
 from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder, name_text
 from megatrain.interop.hf.settings import bias_shapes, flags_of, plan_of, read_settings, shapes_of
-from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, their_tensors, zero_tensors
+from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, factor_of, their_tensors, zero_tensors
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 from megatrain.storage.untrusted_json import integer
@@ -164,6 +165,7 @@ class HfCheckpoint(TensorReader):
             is_plain
             and not theirs.offset
             and not theirs.scale
+            and part.factor == 1.0
             and out.is_cpu
             and out.dtype == self._folder.dtype(stored)
         )
@@ -178,6 +180,8 @@ class HfCheckpoint(TensorReader):
                 if theirs.scale:
                     factors = self._folder.rows(self._stored_names[theirs.scale], found.start, found.stop)
                     rows = rows.float() * factors.float().view(-1, *[1] * (rows.dim() - 1))
+                if part.factor != 1.0:
+                    rows = rows.float() * part.factor
                 out[own].copy_(rows)
 
     def _rows(self, theirs: TheirTensor, place: int | None, rows: range) -> Tensor:
@@ -204,8 +208,8 @@ class HfCheckpoint(TensorReader):
         return found
 
     def _kind(self, name: str) -> StoredKind:
-        theirs, _ = self._theirs[name]
-        if theirs.offset or theirs.scale:
+        theirs, part = self._theirs[name]
+        if theirs.offset or theirs.scale or part.factor != 1.0:
             return StoredKind("F32", ())  # a difference or a product needs more digits
         return StoredKind(self._folder.tensors[self._stored_names[theirs.name]].dtype, ())
 
@@ -272,9 +276,13 @@ class HfCheckpoint(TensorReader):
                 f"{self.path}: its tensors are not those of the {self.family.architecture} that {CONFIG_NAME} describes:{listed}",
                 fix="restore the folder from the model's source, or correct config.json",
             )
+        factors = self.family.factors(self._folder.config)
         for theirs in expected.values():
             self._folder.dtype(self._stored_names[theirs.name])
-            self._theirs |= {part.name: (theirs, part) for part in theirs.parts}
+            self._theirs |= {
+                part.name: (theirs, replace(part, factor=factor_of(part.name, factors)))
+                for part in theirs.parts
+            }
             if (
                 not theirs.parts
                 and not theirs.offset

@@ -226,6 +226,8 @@ class Family:
     variants: tuple[Family, ...] = ()
     """Families of the same class; `is_of` finds one."""
     is_of: Callable[[ConfigFile], bool] = lambda _: True
+    factors: Callable[[ConfigFile], Mapping[str, float]] = lambda _: {}
+    """Factors of config.json by module of ours, whose weights hold the products; an export has none."""
 
     @property
     def kinds(self) -> tuple[Family, ...]:

@@ -30,6 +30,8 @@ class Part:
     rows: tuple[slice, ...]
     place: int | None = None
     """Number of the expert in a tensor that holds all of them."""
+    factor: float = 1.0
+    """Ours by theirs."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ def zero_tensors(zeros: Mapping[str, int], hidden_size: int) -> dict[str, TheirT
 def unused_tensors(values: Mapping[str, float], width: int) -> dict[str, TheirTensor]:
     """Return their vectors without effect, by name."""
     return {name: TheirTensor(name, (width,), False, (), offset=value) for name, value in values.items()}
+
+
+def factor_of(name: str, factors: Mapping[str, float]) -> float:
+    """Return the factor of a weight of ours; `factors`: by module, with {} for numbers."""
+    return factors.get(_template(name.removesuffix(".weight")), 1.0)
 
 
 def _template(name: str) -> str:

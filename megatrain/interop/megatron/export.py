@@ -26,6 +26,7 @@ from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.stored_values import stored_section
+from megatrain.config.derive.hybrid_pattern import SIDE_BY_SIDE
 from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
@@ -53,6 +54,23 @@ class _Chunk:
     read: Callable[[], Tensor]
 
 
+def _lacking(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str]:
+    """Yield the properties of a model that Megatron-LM lacks."""
+    if model.spec:
+        yield "custom layers (--spec)"
+    if SIDE_BY_SIDE in (model.hybrid_layer_pattern or ""):
+        yield "layers with Mamba-2 and attention side by side (P)"
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        if field.name in NOT_IN_MEGATRON and value != field.default:
+            yield f"{field.name} {value}"
+    best, score = experts.moe_router_group_topk, experts.moe_router_group_score_topk
+    if best and score not in (None, experts.moe_router_topk // best):
+        yield f"scores of expert groups by {score} experts"
+    if model.model_family == "vlm":
+        yield "a vision tower"
+
+
 class MegatronExport:
     """Their tensors and objects, read from a checkpoint of ours.
 
@@ -66,18 +84,9 @@ class MegatronExport:
         self._experts: ExpertsConfig = stored_section(
             reader.path, self._manifest.config, "experts", ExpertsConfig
         )
-        if model.spec:
-            raise _unknown(reader.path, "custom layers (--spec)")
-        for field in dataclasses.fields(model):
-            value = getattr(model, field.name)
-            if field.name in NOT_IN_MEGATRON and value != field.default:
-                raise _unknown(reader.path, f"{field.name} {value}")
-        best, score = self._experts.moe_router_group_topk, self._experts.moe_router_group_score_topk
-        if best and score not in (None, self._experts.moe_router_topk // best):
-            raise _unknown(reader.path, f"scores of expert groups by {score} experts")
+        for words in _lacking(model, self._experts):
+            raise _unknown(reader.path, words)
         self._family = model.model_family
-        if self._family == "vlm":
-            raise _unknown(reader.path, "a vision tower")
         self._is_fused = model.experimental_attention_variant is not None or self._family == "hybrid"
         """Its modules there are Transformer Engine's."""
         self._is_stacked = self._experts.moe_layer_freq == "1" and not self._is_fused

@@ -9,7 +9,7 @@
 
 The library supplies norms, linear layers, activations and core attention, with their communication over tensor ranks.
 With FP8 recipes its linear layers run in FP8 (`transformer_engine_fp8.py`). The residual stream, dropout, RoPE, the embedding
-and the head are ours under every implementation. The library's user buffers are not used. Written against the signatures of Transformer Engine 2.20.2.
+and the head are ours under every implementation. The library's user buffers are not used: `local` overlaps communication. Written against the signatures of Transformer Engine 2.20.2.
 """
 
 from __future__ import annotations
@@ -54,14 +54,20 @@ class TransformerEngineBuilder(LocalBuilder):
     def column_linear(
         self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
-        if self.is_residual_fp32 or (recompute_norm and norm is not None):
+        if self.is_residual_fp32 or (recompute_norm and norm is not None) or self._overlaps(linear):
             return super().column_linear(norm, linear, recompute_norm=recompute_norm)
         return TEColumnLinear(self, norm, linear)
 
     def row_linear(self, linear: LinearLayout) -> RowLinear:
-        return TERowLinear(self, linear)
+        return super().row_linear(linear) if self._overlaps(linear) else TERowLinear(self, linear)
+
+    def _overlaps(self, linear: LinearLayout) -> bool:
+        """Return whether `local` overlaps the product of a layer with its communication."""
+        return self.tp.peers is not None and self.recipe_of(linear) is None
 
     def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear:
+        if self._overlaps(linear):
+            return super().activation_row_linear(spec, linear)
         is_plain = spec.activation_fn is None and spec.clamp is None and not spec.offset
         if is_plain and spec.activation in _ACTIVATIONS:
             ops = library().ops

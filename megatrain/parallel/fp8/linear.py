@@ -12,7 +12,7 @@ gather values, since row codes do not give the transposed codes, and save these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def fp8_column_linear(
     info: PassInfo,
     bias: Bias | None = None,
     *,
-    recompute_fn: Callable[[], Tensor] | None = None,
+    recompute_fn: partial[Tensor] | None = None,
 ) -> Tensor:
     """Compute `column_linear` in FP8."""
     out: Tensor = _Fp8ColumnLinear.apply(x, weight, weight_grad, fp8, bias, tp, info, recompute_fn)
@@ -83,7 +83,7 @@ class _Fp8ColumnLinear(Function):
         bias: Bias | None,
         tp: TensorParallel,
         info: PassInfo,
-        recompute_fn: Callable[[], Tensor] | None,
+        recompute_fn: partial[Tensor] | None,
     ) -> Tensor:
         is_split = tp.sequence_parallel and tp.size > 1
         gathers_codes, is_kept = is_split and fp8.gathers_codes, recompute_fn is None
@@ -97,13 +97,14 @@ class _Fp8ColumnLinear(Function):
         assert cast.rows is not None
         kept = cast.columns or cast.rows
         ctx.save_for_backward(
-            (kept.codes if saves_codes else x) if is_kept else None,
+            recompute_fn.args[0] if recompute_fn else kept.codes if saves_codes else x,
             kept.scale if is_kept and saves_codes else scale,
             weight,
             w.scale,
         )
         ctx.weight_grad, ctx.fp8, ctx.bias, ctx.tp, ctx.info = weight_grad, fp8, bias, tp, info
-        ctx.recompute_fn, ctx.is_split, ctx.saves_codes = recompute_fn, is_split, saves_codes
+        ctx.recompute_fn, ctx.is_split = recompute_fn and recompute_fn.func, is_split
+        ctx.saves_codes = saves_codes
         rows = cast.rows._replace(codes=_gathered(cast.rows.codes, tp)) if gathers_codes else cast.rows
         y = fp8.gemm(rows, w, x.dtype, _value(bias), fast=True)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
@@ -114,7 +115,7 @@ class _Fp8ColumnLinear(Function):
         fp8: Fp8Linear = ctx.fp8
         dy, tp = grads[0], ctx.tp
         if ctx.recompute_fn is not None:
-            x, ctx.recompute_fn = ctx.recompute_fn(), None
+            x = ctx.recompute_fn(x)
             if ctx.saves_codes:
                 cast = fp8.input.cast(
                     x.flatten(0, -2), scale, ctx.info, rows=ctx.is_split, columns=not ctx.is_split

@@ -43,8 +43,8 @@ class Clock(Protocol):
     def seconds(self, number: int) -> float:
         """Return the seconds between a mark, counted from 0, and the next one."""
 
-    def used_memory(self) -> float:
-        """Return the part of the device's memory that tensors had at the peak."""
+    def used_memory(self) -> tuple[float, float]:
+        """Return the parts of the device's memory that tensors had at the peak, and have between steps."""
 
 
 class GpuClock:
@@ -67,10 +67,11 @@ class GpuClock:
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1000
 
-    def used_memory(self) -> float:
+    def used_memory(self) -> tuple[float, float]:
         """See `Clock`."""
         total = torch.cuda.get_device_properties(self._device).total_memory
-        return torch.cuda.max_memory_allocated(self._device) / total
+        peak, kept = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
+        return peak / total, kept / total
 
 
 class Trial:
@@ -87,6 +88,8 @@ class Trial:
     ) -> None:
         self._clock, self._world, self._device, self._report = clock, world, device, report
         self._steps: list[tuple[StepKind, int]] = []
+        self.has_twice_the_memory = False
+        """Graphs may keep the activations of two micro-batches; known once a record is allowed."""
         self._is_over = False
 
     def allows(self, kind: StepKind, num_microbatches: int) -> bool:
@@ -94,7 +97,9 @@ class Trial:
         if self._is_over:
             return True
         if kind is StepKind.RECORD:
-            (used,) = self._maximum(self._clock.used_memory())
+            used, kept = self._clock.used_memory()
+            used, twice = self._maximum(used, 2 * used - kept)
+            self.has_twice_the_memory = twice <= MAX_USED
             if used > MAX_USED:
                 self._report(f"records no CUDA graphs: {used:.0%} of a GPU's memory is in use")
                 return False

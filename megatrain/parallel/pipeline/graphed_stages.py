@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,10 +30,17 @@ class StageGraphs:
     Args:
         executor: records passes and runs them.
         peers: memory of the sends of overlapped products; None: there are none.
+        schedule: returns the actions for a number of micro-batches in place of those of the step.
     """
 
-    def __init__(self, executor: RecordedExecutor, recorder: Recorder, peers: PeerMemory | None) -> None:
-        self._executor, self._recorder, self._peers = executor, recorder, peers
+    def __init__(
+        self,
+        executor: RecordedExecutor,
+        recorder: Recorder,
+        peers: PeerMemory | None,
+        schedule: Callable[[int], Sequence[Action]] | None = None,
+    ) -> None:
+        self._executor, self._recorder, self._peers, self._schedule = executor, recorder, peers, schedule
         self._actions: Sequence[Action] = ()
         self._microbatches: list[FixedMicrobatch] = []
         self._slots: Slots | None = None
@@ -41,6 +48,7 @@ class StageGraphs:
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
         """See `Graphs`."""
         align(self._peers)
+        actions = actions if self._schedule is None else self._schedule(len(batches))
         if actions != self._actions:
             self.reset()
             self._actions = actions

@@ -1,1 +1,1 @@
-"""GEMMs that overlap the communication of tensor-parallel layers."""
+"""GEMMs that overlap the communication of tensor-parallel layers, and sums of ranks' terms in the order of the ranks."""

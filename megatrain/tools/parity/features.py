@@ -69,6 +69,8 @@ def _sizes(flag: str, word: str, *numbers: int) -> dict[str, str]:
     return {f"{word}{size}": f"{flag} {size}" if flag else "" for size in numbers}
 
 
+_ANY_SIZE: Final = "--min-offloaded-tensor-size 0"
+_MODULES: Final = "--fine-grained-activation-offloading --offload-modules"
 _REPLICAS: Final = ("dp", "cp")
 """Features that create replicas: a run that uses neither has one replica only."""
 
@@ -223,6 +225,18 @@ OPTIONS: Final[tuple[Option, ...]] = (
             },
             needs=("experts",),
         ),
+    ),
+    _layout(
+        "activations",
+        "training.cpu_offloading_num_layers training.fine_grained_activation_offloading training.offload_modules"
+        " training.min_offloaded_tensor_size",
+        Feature("keepactivations"),
+        Feature("offloadlayers", f"--cpu-offloading-num-layers 3 {_ANY_SIZE}"),
+        Feature(
+            "offloadmodules", f"{_MODULES} attn_norm core_attn attn_proj mlp_norm expert_fc1 {_ANY_SIZE}"
+        ),
+        Feature("offloadqkv", f"{_MODULES} qkv_linear {_ANY_SIZE}"),
+        Feature("offloadinputs", f"{_MODULES} layer_input {_ANY_SIZE}", needs=("uniform", "block")),
     ),
     _option(
         "experts",

@@ -5,7 +5,6 @@ from __future__ import annotations
 _GQA = "--group-query-attention --num-query-groups 24"
 _NO_DROPOUT = "--hidden-dropout 0"
 _LATENTS = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4"
-_PATTERN = "MG*-"
 _ROPE = "--position-embedding-type rope"
 
 MODELS = {
@@ -70,10 +69,16 @@ MODELS = {
     ),
     # Layers of one part: Mamba-2, a delta net of the second variant, attention, an MLP or experts.
     "hybrid": (
-        f"--model-family hybrid --hybrid-layer-pattern {_PATTERN} --normalization RMSNorm --swiglu --disable-bias-linear {_GQA} "
+        f"--model-family hybrid --hybrid-layer-pattern MG*- --normalization RMSNorm --swiglu --disable-bias-linear {_GQA} "
         f"{_NO_DROPOUT} --position-embedding-type none --init-method-std 0.1 --mamba-num-heads 48 --mamba-head-dim 2 "
         "--mamba-num-groups 24 --mamba-state-dim 3 --experimental-attention-variant gdn2 --linear-num-key-heads 24 "
         "--linear-key-head-dim 8 --linear-num-value-heads 48 --linear-value-head-dim 4"
+    ),
+    # Mamba-2 without its norm and attention, both after one norm.
+    "falcon-h1": (
+        f"--model-family hybrid --hybrid-layer-pattern P-P- --normalization RMSNorm --swiglu --disable-bias-linear {_GQA} {_ROPE} "
+        f"{_NO_DROPOUT} --init-method-std 0.1 --mamba-num-heads 24 --mamba-head-dim 2 --mamba-num-groups 24 --mamba-state-dim 3 "
+        "--mamba-without-rmsnorm"
     ),
     "neox": (
         f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3 "
@@ -147,8 +152,8 @@ WITHOUT_TENSOR_OVERLAP = ("t5", "t5relative")
 
 def flags_of_hybrid(flags: str, *, has_experts: bool, num_depths: int) -> str:
     """Return the flags of a hybrid whose pattern has experts in place of MLPs, and heads of an attention layer and that one."""
-    if "--hybrid-layer-pattern" not in flags:
+    if "--hybrid-layer-pattern " not in flags:
         return flags
-    before, pattern, after = flags.partition(f" {_PATTERN}")
-    last = "E" if has_experts else "-"
-    return before + pattern.replace("-", last) + f"/*{last}" * num_depths + after
+    last, (before, flag, after) = "E" if has_experts else "-", flags.partition("--hybrid-layer-pattern ")
+    pattern, *others = after.split(" ")
+    return " ".join((before + flag + pattern.replace("-", last) + f"/*{last}" * num_depths, *others))

@@ -137,9 +137,12 @@ def _losses(arguments: argparse.Namespace, one_run: Run, layout: Found) -> failu
     """Return what failures cost with --failures, with the step of a layout."""
     if not arguments.failures:
         return None
-    interval = one_run.request.known("checkpoint.save_interval")
     return failures.losses(
-        arguments, num_gpus=one_run.cluster.num_gpus, step=layout.time.total, save_interval=interval
+        arguments,
+        num_gpus=one_run.cluster.num_gpus,
+        step=layout.time.total,
+        save_interval=one_run.request.known("checkpoint.save_interval"),
+        save=one_run.request.known("checkpoint.save"),
     )
 
 

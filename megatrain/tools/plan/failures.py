@@ -11,17 +11,23 @@ arXiv:2407.21783, section 3.3.4: 419 unexpected interruptions of 16,384 H100s in
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config.errors import ConfigError
+from megatrain.training.restarts.rendezvous import RECORD_NAME
 
 PUBLISHED_RATE: Final = 419 / 54 / 16_384
 """Failures of a GPU a day, with its share of host, network and software."""
 SHARE_OF_HANGS: Final = 0.25
 """Failures that end no process: the others wait until a collective times out."""
+DEFAULT_RESTART: Final = 330.0
+"""Seconds of a restart of all processes."""
 _DAY: Final = 86_400.0
 
 
@@ -39,6 +45,8 @@ class Losses:
     """Time from the end of the failed ranks to the next step."""
     hang: float
     """Time until a rank that hangs is found."""
+    num_restarts: int = 0
+    """Measured restarts, whose median is `restart`; 0: there are none."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -74,7 +82,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             None,
             f"failures of the whole run a day (default: {PUBLISHED_RATE:.2g} for each GPU)",
         ),
-        "--restart-seconds": (330.0, "time from a failure that ends a process to the next step"),
+        "--restart-seconds": (
+            None,
+            f"time of a restart, from its failure to the next step (default: median of {RECORD_NAME} in --save, or {DEFAULT_RESTART:g})",
+        ),
         "--hang-seconds": (600.0, "time until a hang is found"),
         "--save-seconds": (5.0, "time that training waits for a save"),
     }
@@ -92,14 +103,32 @@ def check_flags(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} {value:g} is not above 0", fix=f"give {flag} a positive number")
 
 
-def losses(arguments: argparse.Namespace, *, num_gpus: int, step: float, save_interval: int | None) -> Losses:
+def measured_restarts(save: str | None) -> list[float]:
+    """Return the seconds of the restarts that a run has recorded in --save. Raises ConfigError: the record is damaged."""
+    path = Path(save or "") / RECORD_NAME
+    if save is None or not path.is_file():
+        return []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return [float(json.loads(line)["seconds"]) for line in lines]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is damaged: {error}", fix="remove it, or give --restart-seconds"
+        ) from error
+
+
+def losses(
+    arguments: argparse.Namespace, *, num_gpus: int, step: float, save_interval: int | None, save: str | None
+) -> Losses:
     """Return the losses at --save-interval, or at the best one if it is not given."""
+    restarts = [] if arguments.restart_seconds is not None else measured_restarts(save)
     found = Losses(
         failures_a_day=arguments.failures_a_day or PUBLISHED_RATE * num_gpus,
         step=step,
         interval=step * (save_interval or 1),
         save=arguments.save_seconds,
-        restart=arguments.restart_seconds,
+        restart=statistics.median(restarts) if restarts else arguments.restart_seconds or DEFAULT_RESTART,
+        num_restarts=len(restarts),
         hang=arguments.hang_seconds,
     )
     return found if save_interval is not None else at_interval(found, found.best_interval)
@@ -127,7 +156,9 @@ def text(found: Losses) -> Iterator[str]:
     for cause, seconds in found.seconds.items():
         yield f"  {cause:<18} {seconds / 60:8.1f} min a day  {100 * seconds / _DAY:5.2f} %"
     yield f"best: a save every {_steps(best)} (--save-interval {_iterations(best)}): {100 * best.share:.1f} %"
-    yield "times of restart, hang and save are those of the flags: measure them"
+    if found.num_restarts:
+        yield f"a restart takes {found.restart:.1f} s: median of {found.num_restarts} of this run ({RECORD_NAME})"
+    yield f"times of {'' if found.num_restarts else 'restart, '}hang and save are those of the flags: measure them"
 
 
 def _iterations(found: Losses) -> int:

@@ -24,6 +24,7 @@ from megatrain.config.subjects.experts import (
     possible_rows,
 )
 from megatrain.config.subjects.pipeline import balanced_split
+from megatrain.config.subjects.ranks import why_products_wait
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 
@@ -90,6 +91,15 @@ class Workload:
         if self.plan.origins["experts.moe_alltoall_as_allgather"].kind in ("flag", "yaml"):
             return config.experts.moe_alltoall_as_allgather
         return bool(all_gather_of_tokens(config.experts, ep, on_gpus_of_host=ep <= GPUS_PER_HOST).value)
+
+    def overlaps_products(self, layout: Layout, capability: tuple[int, int]) -> bool:
+        """Return whether tensor ranks overlap products and communication, as --tp-comm-overlap decides for a layout."""
+        parallel = self.plan.config.parallel
+        if self.plan.origins["parallel.tp_comm_overlap"].kind in ("flag", "yaml"):
+            return parallel.tp_comm_overlap and layout.sequence_parallel
+        samples = layout.micro_batch / layout.cp
+        reason = next(why_products_wait(self.plan, layout.tp, samples, capability), None)
+        return layout.sequence_parallel and reason is None
 
     def row_factor(self, ep: int) -> float:
         """Return the rows of experts that a rank has memory for, relative to an even load."""

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 
 from megatrain.config import Facts, Plan, Request, StoredRun, resolve
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.module_precision import PrecisionFileError, matchers_of
+from megatrain.config.nccl_options import read_group_options
 from megatrain.config.schema.data import MASKED_FAMILIES, DataConfig
 from megatrain.config.schema.tokenizer import tokenizer_problems
 from megatrain.config.schema.tree import Origin
@@ -149,25 +151,31 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
                     f"--heterogeneous-layers-config-path {path} cannot be read: {error}", "name a JSON file"
                 )
             )
-    found["module_precision"], of_modules = _module_precision(request)
-    problems += of_modules
+    file, example = request.known("precision.te_precision_config_file"), "docs/training.md has an example"
+    found["module_precision"], of_file = _contents("--te-precision-config-file", file, matchers_of, example)
+    problems += of_file
+    file, example = request.known("parallel.nccl_communicator_config_path"), "such as `ep: {max_ctas: 16}`"
+    found["nccl_options"], of_file = _contents(
+        "--nccl-communicator-config-path", file, read_group_options, example
+    )
+    problems += of_file
     of_teacher, teacher_problems = teacher_facts(request)
     problems += teacher_problems
     datasets, data_problems = _data_facts(request, found)
     return found | of_teacher | {"datasets": tuple(datasets)}, [*problems, *data_problems]
 
 
-def _module_precision(request: Request) -> tuple[str | None, list[Problem]]:
-    """Return the contents of the file of --te-precision-config-file, None without one, and its problems."""
-    path = request.known("precision.te_precision_config_file")
-    if path is None:
+def _contents(
+    flag: str, file: str | None, read: Callable[[str], Any], example: str
+) -> tuple[str | None, list[Problem]]:
+    """Return the contents of the file of a flag, None without one, and its problems."""
+    if file is None:
         return None, []
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        matchers_of(text)
-    except (OSError, UnicodeDecodeError, PrecisionFileError) as error:
-        problem = f"--te-precision-config-file {path}: {error}"
-        return None, [Problem(problem, "correct the file; docs/training.md has an example")]
+        text = Path(file).read_text(encoding="utf-8")
+        read(text)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, PrecisionFileError) as error:
+        return None, [Problem(f"{flag} {file}: {error}", f"correct the file; {example}")]
     return text, []
 
 

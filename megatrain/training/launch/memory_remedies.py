@@ -28,7 +28,10 @@ def memory_remedies(plan: Plan, *, of_state: bool = False) -> Iterator[str]:
     is_on_cpu = plan.config.training.device == "cpu"
     for remedy in _unused_remedies(plan):
         is_of_step = remedy in _OF_STEP
-        is_split = remedy.startswith("a larger") or remedy in {"more ranks", "--optimizer-cpu-offload"}
+        is_split = remedy.startswith(("a larger", "--cpu-off")) or remedy in {
+            "more ranks",
+            "--optimizer-cpu-offload",
+        }
         if not (of_state and is_of_step) and not (is_on_cpu and is_split):
             yield remedy
     if is_on_cpu:
@@ -43,6 +46,7 @@ _OF_STEP: Final = (
     "--sequence-parallel",
     "a smaller --micro-batch-size",
     "--recompute-activations",
+    "--cpu-offloading-num-layers",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 )
 """Remedies that reduce what a step allocates, and not what the run keeps: bf16 adds master weights to half the weights."""
@@ -61,6 +65,7 @@ def _unused_remedies(plan: Plan) -> Iterator[str]:
         ("--sequence-parallel", tp > 1 and not parallel.sequence_parallel),
         ("a smaller --micro-batch-size", training.micro_batch_size > 1),
         ("--recompute-activations", not is_recomputed),
+        ("--cpu-offloading-num-layers", not training.offloads_activations),
         ("a larger --expert-model-parallel-size", parallel.expert_model_parallel_size < num_experts),
         ("a larger --tensor-model-parallel-size", tp < config.model.num_attention_heads),
         (

@@ -29,6 +29,7 @@ from megatrain.config.environment import (
     set_unless_given,
 )
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.nccl_options import group_options
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
@@ -143,6 +144,7 @@ def joined_ranks(
     *,
     signals: Signals | None = None,
     check_memory: PlannedBytes | None = None,
+    follow: Callable[[RankWatch], None] = lambda _: None,
 ) -> Iterator[Ranks]:
     """Resolve the plan and create the process groups; `report_errors` destroys them.
 
@@ -150,6 +152,7 @@ def joined_ranks(
         phases: continues an earlier timer.
         signals: stop signals of this process, which this rank reports to the others until it trains.
         check_memory: compares the plan with the memory of this rank's device and host.
+        follow: called with the watch over the other ranks.
 
     Raises:
         MegatrainError: on every rank, before the first collective, if one rank finds a problem.
@@ -162,6 +165,7 @@ def joined_ranks(
         watch = RankWatch(environment, store, lambda: phases.current) if store is not None else None
     locks = SaveLocks(saved_folders(request) if environment.rank == 0 else {}, phases.console.print)
     if watch is not None:
+        follow(watch)
         watch.before_exit = locks.release
     if signals is not None:
         signals.before_exit = functools.partial(_stop_by_signal, locks, watch)
@@ -171,7 +175,7 @@ def joined_ranks(
     try:
         with allocation_errors(plan, lambda: phases.current, planned_bytes=planned):
             with phases.phase("joining process groups"):
-                device, grid = _join_groups(plan, environment, store, phases.console)
+                device, grid = _join_groups(plan, facts, environment, store, phases.console)
             if watch is not None:
                 watch.heartbeat.start_seconds = plan.derived.startup_timeout_seconds
                 watch.heartbeat.collective_calls = lambda: collective_calls(grid)
@@ -241,7 +245,7 @@ def _checked(
 
 
 def _join_groups(
-    plan: Plan, environment: LaunchEnvironment, store: dist.Store | None, console: Console
+    plan: Plan, facts: Facts, environment: LaunchEnvironment, store: dist.Store | None, console: Console
 ) -> tuple[torch.device, RankGrid]:
     """Select the device of this rank, and create and connect its process groups."""
     device = _select_device(plan, environment)
@@ -252,7 +256,8 @@ def _join_groups(
     if store is not None:
         _init_process_group(plan, environment, store, device)
     timeout = timedelta(seconds=plan.derived.startup_timeout_seconds)
-    make = functools.partial(make_group, timeout=timeout) if store is not None else None
+    options = group_options(facts.nccl_options, plan.config.parallel.high_priority_stream_groups)
+    make = functools.partial(make_group, timeout=timeout, options=options) if store is not None else None
     grid = build_grid(grid_shape(plan), environment.rank, make)
     _connect_groups(grid, device)
     return device, grid
@@ -312,6 +317,10 @@ def check_launch(environment: LaunchEnvironment, console: Console) -> None:
 
 def join_store(environment: LaunchEnvironment) -> dist.Store:
     rank, world_size = environment.rank, environment.world_size
+    if environment.store_port is not None:
+        return dist.TCPStore(
+            environment.host, environment.store_port, wait_for_workers=False, timeout=_RENDEZVOUS_TIMEOUT
+        )
     try:
         store, _, _ = next(
             iter(dist.rendezvous(environment.rendezvous, rank, world_size, timeout=_RENDEZVOUS_TIMEOUT))
@@ -348,6 +357,9 @@ def _init_process_group(
         # NCCL registers the buffers of a graph's collectives as one allocation each (pytorch issue 158029).
         set_unless_given("NCCL_GRAPH_REGISTER", "0")
     configure_flight_recorder(plan.config)
+    if environment.store_port is not None:
+        # NCCL's watchdog would end the process for the failure of another rank.
+        set_unless_given("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     dist.init_process_group(
         plan.config.parallel.distributed_backend,
         store=store,
@@ -373,6 +385,7 @@ def use_deterministic_operations() -> None:
                                                              cuDNN's kernel is not used (`config/subjects/attention_kernel.py`)
         GEMMs (cuBLAS, shared work space)                    CUBLAS_WORKSPACE_CONFIG
         kernels of our own (`kernels/fused`)                 deterministic: sums over programs are a second pass
+        sums of experts' outputs over ranks                  in the order of ranks: equal with either dispatcher
         layers of Transformer Engine                         NVTE_ALLOW_NONDETERMINISTIC_ALGO=0; `local` computes attention
         any other operation                                  torch raises an error
 

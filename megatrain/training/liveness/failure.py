@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
-from megatrain.storage.untrusted_json import Check, integer, list_of, record, text
+from megatrain.storage.untrusted_json import Check, flag, integer, list_of, record, text
 
 _COLLECTIVE_ERRORS = ("gloo", "NCCL", "Application timeout caused pair closure")  # the last is gloo's too
 Kind = Literal["died", "error", "late", "collective", "reported elsewhere"]
@@ -43,6 +43,7 @@ _FAILURE: Final = record(
         "exit_code": integer(1, 255),
         "unreported": list_of(integer()),
         "details": text(max_characters=_MAX_DETAILS),
+        "is_final": flag,
     }
 )
 
@@ -64,6 +65,8 @@ class Failure:
     """For a failed collective: ranks that are alive and reported no failure."""
     details: str = ""
     """Further lines for the log."""
+    is_final: bool = False
+    """The same command would fail again: --inprocess-restart ends the job."""
 
     @property
     def is_root_cause(self) -> bool:
@@ -127,8 +130,14 @@ def describe_failure(error: BaseException, environment: LaunchEnvironment) -> Fa
         kind=_kind(error),
         summary=" ".join(_printable(summary).split())[:_MAX_SUMMARY_CHARACTERS],
         exit_code=exit_code_of(error),
+        is_final=is_final(error),
         **process_location(environment),
     )
+
+
+def is_final(error: BaseException) -> bool:
+    """Return whether an error is one of the command, its input or the user, and not of a process or a device."""
+    return isinstance(error, MegatrainError | SystemExit | KeyboardInterrupt)
 
 
 def checked_failure(values: Any) -> Failure:

@@ -52,7 +52,8 @@ class Heartbeat:
 
     Args:
         start_phase: returns the current phase of the start, or of any work outside the training loop.
-        on_stall: called once, in the thread of the heartbeat, with the seconds without progress.
+        on_stall: called in the thread of the heartbeat, with the seconds without progress, whenever these reach the limit of the
+            phase again.
     """
 
     def __init__(
@@ -60,6 +61,10 @@ class Heartbeat:
     ) -> None:
         self.start_phase, self.on_stall = start_phase, on_stall
         self.start_seconds, self.training_seconds = SECONDS_OF_START, SECONDS_OF_START
+        self.hang_seconds = SECONDS_OF_START
+        """Another limit of training: a smaller one than the timeout of collectives."""
+        self.on_trained: Callable[[], None] = lambda: None
+        """Called after the first iteration."""
         self.collective_calls: Callable[[], Mapping[str, int]] = dict
         """Returns the number of collectives that this rank has called, by group."""
         self.stalled_seconds = 0.0
@@ -83,6 +88,16 @@ class Heartbeat:
     @iteration.setter
     def iteration(self, number: int) -> None:
         self._cells[0] = number
+
+    @property
+    def has_trained(self) -> bool:
+        """This rank has completed an iteration: the limits are those of training."""
+        return self.training_seconds != SECONDS_OF_START
+
+    def begin_training(self, seconds: float) -> None:
+        """Set the limit of training, after the first iteration."""
+        self.training_seconds = seconds
+        self.on_trained()
 
     def start(self) -> None:
         """Begin to beat."""
@@ -115,11 +130,13 @@ class Heartbeat:
     def limit_seconds(self, phase: str) -> float:
         """Return how long a rank may stay at one place in a phase."""
         is_slow = phase.startswith(SLOW_PHASES)
-        return self.start_seconds if is_slow else self.training_seconds
+        if is_slow or not self.has_trained:
+            return self.start_seconds if is_slow else self.training_seconds
+        return min(self.training_seconds, self.hang_seconds)
 
     def _beat(self) -> None:
-        """Compare positions until this rank is stalled or `close` is called: main function of the thread."""
-        before, last = None, time.monotonic()
+        """Compare positions until `close` is called: main function of the thread."""
+        before, last, num_reports = None, time.monotonic(), 0
         while not self._ended.wait(SECONDS_BETWEEN_BEATS):
             frames, now = main_thread_frames(), time.monotonic()
             phase = phase_of(frames, self._outside())
@@ -127,10 +144,10 @@ class Heartbeat:
             seconds, last = min(now - last, 2 * SECONDS_BETWEEN_BEATS), now
             here = (self.iteration, frames)
             self.stalled_seconds = self.stalled_seconds + seconds if here == before else 0.0
-            before = here
-            if self.stalled_seconds >= self.limit_seconds(phase):
+            before, num_reports = here, num_reports if self.stalled_seconds else 0
+            if self.stalled_seconds >= self.limit_seconds(phase) * (num_reports + 1):
+                num_reports += 1
                 self.on_stall(self.stalled_seconds)
-                return
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatrain.training.liveness.failure import Failure, format_ranks
-from megatrain.training.liveness.position import Position
+from megatrain.training.liveness.position import SLOW_PHASES, Position
 
 SECONDS_TO_BEGIN: Final = 0.2
 """A process that a look continues is stopped again before it begins a search of its own."""
@@ -40,10 +40,12 @@ class LateSearch:
     Args:
         locations: rank, host and process of each rank, by rank, as in a `Failure`.
         seconds: how long the rank that reported the stall has made no progress.
+        reporter: that rank.
     """
 
     locations: Mapping[int, Mapping[str, Any]]
     seconds: float
+    reporter: int = 0
     positions: dict[int, Position] = field(default_factory=dict)
     """Answers of ranks."""
     seen: dict[int, Position] = field(default_factory=dict)
@@ -96,6 +98,15 @@ class LateSearch:
         if working and waiting:
             return sorted(set(working) & lagging or working)
         return sorted(lagging) if lagging != self.positions.keys() else []
+
+    @property
+    def is_excused(self) -> bool:
+        """The others wait for ranks that save, load or compile: these report on their own when they take too long."""
+        late = self.late_ranks()
+        is_slow = all(
+            rank in self.positions and self.positions[rank].phase.startswith(SLOW_PHASES) for rank in late
+        )
+        return bool(late) and is_slow and self.reporter not in late
 
     def _lagging(self) -> set[int]:
         """Return the ranks that have called fewer collectives of a group than another member."""

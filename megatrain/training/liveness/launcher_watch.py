@@ -1,6 +1,6 @@
 """Ends this rank when its launcher dies, even by SIGKILL: otherwise it would wait for other ranks, and keep its GPU.
 
-    torchrun is killed                          the kernel kills its ranks, also a stopped one or one that is still starting
+    torchrun or a supervisor is killed          the kernel kills its ranks, also a stopped one or one that is still starting
     the parent under srun or mpirun is killed   a thread of each rank notices that it has another parent, and exits
 
 A single process and ranks that were started by hand continue, as with nohup when the terminal is closed.
@@ -18,6 +18,8 @@ from pathlib import Path
 
 from megatrain.config.environment import LaunchEnvironment
 
+RESTARTED = 76
+"""Exit code of a process whose supervisor starts another one (--inprocess-restart)."""
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
 _INIT = 1
@@ -26,11 +28,12 @@ _INIT = 1
 
 def end_with_launcher(environment: LaunchEnvironment) -> None:
     """Make this process end with its launcher from now on; exit at once if the launcher is gone."""
-    if environment.launcher in (None, "hand"):
+    is_supervised = environment.supervisor is not None
+    if environment.launcher in (None, "hand") and not is_supervised:
         return
     parent = os.getppid()
     # The kernel's signal follows the thread that forked: torchrun forks in its main thread, others may not.
-    if environment.launcher == "torchrun":
+    if environment.launcher == "torchrun" or is_supervised:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent == _INIT and not _is_python(_INIT):
             _exit(environment)

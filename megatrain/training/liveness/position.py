@@ -35,8 +35,14 @@ _PHASES: Final = (
     ("training/iterations.py", "", "step"),
 )
 """File below megatrain/, function, and phase; the first one that is on the stack counts."""
-SLOW_PHASES: Final = ("checkpoint save", "checkpoint load", "start")
-"""Phases that may take as long as a start: they wait for disks."""
+_COMPILATION: Final = (
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/compile_fx.py",
+    "/triton/compiler/compiler.py",
+)
+"""Files that are on the stack while a compiler runs."""
+SLOW_PHASES: Final = ("checkpoint save", "checkpoint load", "start", "compilation")
+"""Phases that may take as long as a start: they wait for disks or compilers."""
 _WAITING: Final = (".wait(", "_store.", ".synchronize(", ".item(", ".tolist(")
 """Text of a line that waits for other ranks, or for the device, which may wait for other ranks."""
 _TURNS: Final = "/parallel/pipeline/interleave.py"
@@ -122,6 +128,8 @@ def _with_turn(stacks: list[Frames]) -> Frames:
 
 def phase_of(frames: Frames, otherwise: str) -> str:
     """Return the phase of a stack; `otherwise`: of one outside the training loop."""
+    if any(file.endswith(_COMPILATION) for file, _, _ in frames):
+        return "compilation"
     for path, function, phase in _PHASES:
         for file, _, name in frames:
             if f"/megatrain/{path}" in file and function in ("", name):

@@ -4,6 +4,7 @@
     watch thread:  another rank is the root cause ─> one line per host, if needed ─> wait ─> exit
     heartbeat:     no progress ─> report ─> where is each rank? ─> late ranks are the root cause ─> all exit, or are killed
 
+With --inprocess-restart, ranks that are not the root cause leave their generation instead of exiting (`training/restarts/`).
 All ranks exit with the exit code of the root cause, whose traceback is printed last, when the others are quiet.
 Checkpoints stay valid: a rank that is killed during a save leaves the previous one.
 """
@@ -20,8 +21,10 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,10 +40,11 @@ from megatrain.training.liveness.failure import (
     process_location,
 )
 from megatrain.training.liveness.heartbeat import Heartbeat, UnresponsiveRank
+from megatrain.training.liveness.launcher_watch import RESTARTED
+from megatrain.training.liveness.sockets import keep_alive
 from megatrain.training.liveness.watch_server import (
     MAX_FIRST_MESSAGE_BYTES,
     WatchServer,
-    keep_alive,
     read_location,
 )
 
@@ -82,6 +86,9 @@ class RankWatch:
         MegatrainError: the server cannot be reached, or the rank runs twice.
     """
 
+    leave_generation: Callable[[], None] | None = None
+    """Called, outside the main thread, instead of the exit for a failure that is not final; None: this rank exits."""
+
     def __init__(
         self, environment: LaunchEnvironment, store: dist.Store, phase: Callable[[], str] = str
     ) -> None:
@@ -102,7 +109,7 @@ class RankWatch:
         self._cause: Failure | None = None
         self._may_print = threading.Event()
         self._may_exit = threading.Event()
-        os.register_at_fork(after_in_child=self._close_in_child)
+        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
         threading.Thread(target=self._listen, name="rank-watch", daemon=True).start()
         self._send({"files": self.heartbeat.files})
         self.heartbeat.start()
@@ -115,12 +122,21 @@ class RankWatch:
         failure, failed_at = describe_failure(error, self.environment), time.time()
         self._send({"failure": asdict(failure)})
         self._may_print.wait(_SECONDS_TO_WAIT)
+        if self.leave_generation is not None and not self.is_culprit:
+            return
         if self._cause is not None and self._cause.others:
             error.add_note(self._cause.others)
         write_torchrun_error(self.environment, failure, at=failed_at)
 
+    @property
+    def is_culprit(self) -> bool:
+        """This rank is the root cause."""
+        return self._cause is not None and self._cause.rank == self.environment.rank
+
     def leave(self) -> None:
         """Close the connection: all ranks are done, or exit on their own."""
+        if self._is_leaving:
+            return
         self._is_leaving = True
         self.heartbeat.close()
         self._send({"leaving": True})
@@ -189,7 +205,7 @@ class RankWatch:
 
     def _listen(self) -> None:
         """Read messages of the server until it closes the connection: main function of the watch thread."""
-        with contextlib.suppress(OSError, ValueError, RecursionError):
+        with contextlib.suppress(OSError, ValueError, RecursionError), self._messages:
             for line in self._messages:
                 message = json_object(json.loads(line), "the message")
                 if "leaving" in message:
@@ -201,6 +217,8 @@ class RankWatch:
                 elif "where" in message:
                     self._is_asked.set()
                     self._send({"position": asdict(self.heartbeat.position())})
+                elif "excused" in message:
+                    self._is_asked.clear()
                 elif "look" in message:
                     threading.Thread(target=self._look, args=(message["look"],), daemon=True).start()
                 elif "print" in message:
@@ -263,9 +281,15 @@ class RankWatch:
             if place["host"] == socket.gethostname() and place["rank"] != rank:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(place["pid"], signal.SIGKILL)
+        is_restarted = self.leave_generation is not None and not cause.is_final
+        if self.leave_generation is not None and is_restarted and cause.rank != rank:
+            self.leave_generation()
+            self._may_print.set()
+            return
         write_torchrun_error(self.environment, cause, at=math.ceil(time.time()))
         self.before_exit()
-        os._exit(cause.exit_code)  # the main thread is blocked in a collective
+        # The main thread is blocked in a collective.
+        os._exit(RESTARTED if is_restarted else cause.exit_code)
 
     def _prints(self, cause: Failure) -> bool:
         """Return True on one rank per host, unless the failed rank is on this host and prints its own error."""
@@ -274,12 +298,20 @@ class RankWatch:
         first = 1 if is_here and cause.local_rank == 0 else 0
         return own["local_rank"] == first and not (is_here and cause.kind != "died")
 
-    def _close_in_child(self) -> None:
+    def close_in_child(self) -> None:
+        """Close the connections in a forked process, so that they close with this one."""
         descriptor = self._connection.detach()
         if descriptor >= 0:
             os.close(descriptor)
         if self._server is not None:
             self._server.close_in_child()
+
+
+def _close_in_child(watch: weakref.ref[RankWatch]) -> None:
+    """Close a watch, unless it has ended: a process that outlives its watch must not keep it, nor the model that it knows."""
+    alive = watch()
+    if alive is not None:
+        alive.close_in_child()
 
 
 def seconds_to_spread(world_size: int) -> float:

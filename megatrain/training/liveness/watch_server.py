@@ -17,7 +17,6 @@ message after the answer, and until then a connection that closes is no death. N
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import selectors
 import socket
@@ -37,6 +36,7 @@ from megatrain.training.liveness.failure import (
 )
 from megatrain.training.liveness.late_ranks import LateSearch
 from megatrain.training.liveness.position import checked_position
+from megatrain.training.liveness.sockets import BACKLOG, keep_alive, listen
 
 MAX_FIRST_MESSAGE_BYTES: Final = 4096
 MAX_MESSAGE_BYTES: Final = 1 << 16
@@ -49,17 +49,8 @@ SECONDS_TO_INTRODUCE = 10.0
 """An unknown peer is disconnected after this time."""
 MIN_UNKNOWN_PEERS = 256
 """As many unknown peers as this, or as there are ranks, may be connected; then the oldest one is disconnected."""
-BACKLOG: Final = 1 << 15
-"""Connections that wait to be accepted; the kernel takes the smaller of this and net.core.somaxconn."""
 _SECONDS_BETWEEN_STEPS = 0.05
 _FILES, _SECONDS, _LOCATION = list_of(integer(-1), most=2), number(), record(LOCATION)
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Make the kernel detect within 25 seconds that the other host is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @dataclass(eq=False)
@@ -88,7 +79,7 @@ class WatchServer:
 
     def __init__(self, environment: LaunchEnvironment) -> None:
         self._environment = environment
-        self._listener = _listener(environment)
+        self._listener = listen(environment)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._wake_receiver, self._waker = socket.socketpair()
@@ -226,7 +217,7 @@ class WatchServer:
             peer.files = message["files"]
         elif "stalled" in message:
             _SECONDS(message["stalled"], "stalled")
-            self._begin_search(message["stalled"])
+            self._begin_search(message["stalled"], peer.location["rank"])
         elif "position" in message and self._search is not None:
             self._search.add(peer.location["rank"], message.get("of"), checked_position(message["position"]))
         elif "leaving" in message:
@@ -271,13 +262,13 @@ class WatchServer:
         wait = 0.0 if failure.is_root_cause else SECONDS_FOR_ROOT_CAUSE
         self._decide_at = min(self._decide_at, time.monotonic() + wait)
 
-    def _begin_search(self, seconds: float) -> None:
+    def _begin_search(self, seconds: float, reporter: int) -> None:
         """Begin to search late ranks, unless there is a search or a root cause."""
         if self._cause is None and self._search is None:
             locations = {
                 rank: peer.location for rank, peer in self._ranks.items() if peer.location is not None
             }
-            self._search = LateSearch(locations, seconds)
+            self._search = LateSearch(locations, seconds, reporter)
 
     def _advance_search(self) -> None:
         """Take the next step of the search for late ranks if its time has come."""
@@ -294,7 +285,10 @@ class WatchServer:
                 look = {"rank": rank, "pid": search.locations[rank]["pid"], "files": peers[rank].files}
                 with contextlib.suppress(OSError):
                     _send(peers[observer].connection, {"look": look})
-        if not looks:
+        if not looks and search.is_excused:
+            self._search = None
+            self._broadcast({"excused": True})
+        elif not looks:
             silent = [search.locations[rank] for rank in search.silent]
             self._decide(search.conclude(), reporters=search.reporters(), silent=silent)
 
@@ -345,17 +339,3 @@ def read_location(line: bytes) -> dict[str, Any]:
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _listener(environment: LaunchEnvironment) -> socket.socket:
-    """Listen at the address of the rendezvous; on all addresses if the other hosts cannot use it, or it is not this host's."""
-    is_one_host = environment.local_world_size >= environment.world_size
-    with contextlib.suppress(OSError):
-        for family, _, _, _, address in socket.getaddrinfo(environment.host, 0, type=socket.SOCK_STREAM):
-            # A host's own name is often a loopback address in its /etc/hosts.
-            if is_one_host or not ipaddress.ip_address(address[0]).is_loopback:
-                with contextlib.suppress(OSError):
-                    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
-    return socket.create_server(("", 0), backlog=BACKLOG)

@@ -26,7 +26,7 @@ from megatrain.training.planning.assumed_gpu import GpuKind, assumed_gpu, with_g
 from megatrain.training.planning.data_and_timeline import DatasetUse, Timeline, dataset_uses, timeline_of
 from megatrain.training.planning.duration import Duration, duration_of
 from megatrain.training.planning.host_memory import HostMemory, host_memory, host_use
-from megatrain.training.planning.memory_limit import HostUse, memory_warning
+from megatrain.training.planning.memory_limit import HostUse, ignored_flag, memory_warning
 from megatrain.training.planning.memory_plan import StageMemory, planned_memory
 from megatrain.training.planning.model_tree import ModelTree, model_tree
 from megatrain.training.planning.packed_step import PackedStep, packed_step
@@ -145,8 +145,10 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     on_host = host_use(plan, memory, copies, environment)
     largest = max(stage.total for stage in memory)
     warning = memory_warning(plan, largest, device_bytes, on_host, gpu.name if gpu else None)
-    if warning is not None and device_bytes is not None and largest > device_bytes:
-        _check_ignored_flags(plan, warning)
+    ignored = ignored_flag(plan)
+    if ignored is not None and warning is not None and device_bytes is not None and largest > device_bytes:
+        text, _, fix = warning.partition("\n  fix: ")
+        raise ConfigError(f"{ignored}; {text}", fix=fix)
     timeline = timeline_of(plan, facts, data)
     model = model_tree(
         [engine.model.registry for engine in engines], engines[0].model.spec.routers_by_name, ep=shape.ep
@@ -187,14 +189,6 @@ def _plan(request: Request, facts: Facts) -> Plan:
         return plan_on_any_device(request, facts, ("cuda",))
     is_gpu_first = facts.device == "cuda"
     return plan_on_any_device(request, facts, ("cuda", "cpu") if is_gpu_first else ("cpu", "cuda"))
-
-
-def _check_ignored_flags(plan: Plan, warning: str) -> None:
-    """Raise ConfigError if the run lacks memory, and a flag that would save memory has no effect."""
-    ignored = [note for note in plan.notes if note.saves_memory]
-    if ignored:
-        text, _, fix = warning.partition("\n  fix: ")
-        raise ConfigError(f"{ignored[0]}; {text}", fix=fix)
 
 
 def _flops(plan: Plan) -> Flops:

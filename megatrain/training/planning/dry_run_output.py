@@ -151,18 +151,26 @@ def _memory(found: DryRun) -> Iterator[str]:
     yield from _teacher_memory(found)
     if found.plan.config.experts.num_experts is not None:
         yield "  every expert is assumed to get the same number of tokens"
-    if any(stage.held.on_host for stage in found.memory):
-        most = max(stage.held.on_host for stage in found.memory)
-        yield f"  --optimizer-cpu-offload: up to {gigabytes(most)} GB of host memory per rank, not in the table"
+    for flag, sizes in _offloaded(found).items():
+        yield f"  {flag}: up to {gigabytes(max(sizes))} GB of host memory per rank, not in the table"
     yield from _host_memory(found.host_memory)
-    if found.host_use is not None and (
-        found.plan.config.training.device == "cpu" or any(stage.held.on_host for stage in found.memory)
-    ):
+    if found.host_use is not None and (found.plan.config.training.device == "cpu" or _offloaded(found)):
         yield f"  host memory: {found.host_use}"
     largest = max(stage.total for stage in found.memory)
     compared = comparison(found.plan, largest, found.device_memory_bytes, found.assumed_gpu)
     if compared is not None:
         yield f"  {compared}"
+
+
+def _offloaded(found: DryRun) -> dict[str, list[int]]:
+    """Return the bytes of a rank of each stage in host memory, by the flag that puts them there."""
+    is_whole = found.plan.config.training.cpu_offloading_num_layers > 0
+    flag = "--cpu-offloading-num-layers" if is_whole else "--fine-grained-activation-offloading"
+    sizes = {
+        "--optimizer-cpu-offload": [stage.held.on_host for stage in found.memory],
+        flag: [stage.activations_on_host for stage in found.memory],
+    }
+    return {name: of_stages for name, of_stages in sizes.items() if any(of_stages)}
 
 
 def _teacher_memory(found: DryRun) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Host memory of a run, per rank and per host: all of a run on CPUs, offloaded state, and the copies of --async-save.
+"""Host memory of a run, per rank and per host: all of a run on CPUs, offloaded state and activations, and the copies of --async-save.
 
 engine of each pipeline stage ─> the chunks that its first rank writes ─> bytes of their copy ─┬─> sum over the ranks of a host
 memory of each pipeline stage ─> bytes that lie in host memory ────────────────────────────────┘
@@ -60,7 +60,7 @@ def host_use(
 ) -> HostUse | None:
     """Return all host memory of a run, from the memory of its stages; None if everything lies on GPUs."""
     is_on_cpu = plan.config.training.device == "cpu"
-    per_rank = [stage.held.on_host + stage.total * is_on_cpu for stage in memory]
+    per_rank = [stage.held.on_host + stage.activations_on_host + stage.total * is_on_cpu for stage in memory]
     if copies is not None:
         per_rank = [sum(both) for both in zip(per_rank, copies.per_rank, strict=True)]
     return _use(plan, per_rank, environment) if any(per_rank) else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatrain.config import Plan
+from megatrain.config.plan_note import PlanNote
 from megatrain.training.launch.memory_remedies import gigabytes, memory_fix
 
 COMMON_GPUS: Final = ((40, "A100"), (80, "H100"), (141, "H200"), (192, "B200"), (288, "B300"))
@@ -28,7 +29,7 @@ class HostUse:
     reason: str
     """Source of `ranks_per_host`."""
     per_host: int
-    """Sum over its ranks: on CPUs all that a step needs; offloaded state; copies of --async-save."""
+    """Sum over its ranks: on CPUs all that a step needs; offloaded state and activations; copies of --async-save."""
     available: int
     """Bytes that this host can still allocate."""
 
@@ -86,3 +87,8 @@ def memory_warning(
         return None
     end = "the run would end" if share > 1 else "fragmentation and NCCL may end the run"
     return f"{text}: {end} with an out-of-memory error\n  fix: {memory_fix(plan)}"
+
+
+def ignored_flag(plan: Plan) -> PlanNote | None:
+    """Return the note on a flag that would save memory and has no effect, if there is one."""
+    return next((note for note in plan.notes if note.saves_memory), None)

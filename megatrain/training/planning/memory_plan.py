@@ -26,8 +26,8 @@ from megatrain.config.derive.vision import sample_length
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
+from megatrain.kernels.host_copy import zeros_on_host
 from megatrain.model.gpt import Model
-from megatrain.optim.offload import zeros_on_host
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch
@@ -36,15 +36,18 @@ from megatrain.parallel.documents import Documents
 from megatrain.parallel.family_batch import family_batch
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import ActionKind
+from megatrain.parallel.pipeline.activation_offload import ActivationOffload
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
+from megatrain.parallel.pipeline.simulator import simulate
 from megatrain.parallel.tensor_overlap.peer_memory import Slots
 from megatrain.training.build import (
     build_buffers,
     build_data_parallel,
     build_model_from_plan,
     build_optimizer,
+    build_pipeline,
     build_schedules,
 )
 from megatrain.training.distillation.teacher import RunTeacher
@@ -97,6 +100,8 @@ class StageMemory:
     """Buffers of collectives, weights and gradients that are unsharded for a while, and received or pending messages between stages."""
     other: int
     """RoPE tables, the step's batches, the workspace of cuBLAS, and the allocator's rounding of `held`."""
+    activations_on_host: int
+    """Host memory of offloaded activations. Not in `total`."""
     peak_at: str
     """The pass that runs at the peak, and the function that allocates."""
     operations: int
@@ -196,6 +201,18 @@ def planned_memory(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[in
     return found
 
 
+def planned_rank_memory(plan: Plan, grid: RankGrid) -> StageMemory:
+    """Return the memory of one rank, without those of the other pipeline stages."""
+    as_cuda, device = plan.config.training.device == "cuda", torch.device("meta")
+    pipeline = build_pipeline(plan)
+    actions = [pipeline.training(rank, plan.derived.num_microbatches) for rank in range(grid.pp.size)]
+    in_flight = simulate(actions, placement=pipeline.placement).peak_activations[grid.pp.rank]
+    count = _num_microbatches(plan, Engine(plan, grid, device), in_flight)
+    with meta_device_as(as_cuda=as_cuda) as operations:
+        ledger = device_ledger(as_cuda=as_cuda, run=operations.run)
+        return record_step(plan, grid, device, num_microbatches=count, ledger=ledger).memory()
+
+
 def device_ledger(*, as_cuda: bool, run: Run = run_with_torch) -> StorageLedger:
     """Return a ledger that counts as the allocator of the planned device does, with the workspace of its kernels."""
     if not as_cuda:
@@ -217,7 +234,8 @@ def record_step(
         before = ledger.num_bytes
         batches = [_batch(plan, device) for _ in range(num_microbatches)]
         batch_bytes = (ledger.num_bytes - before) // num_microbatches
-        hooks = _ActivityHooks(engine.executor.hooks)
+        offload = engine.executor.hooks
+        hooks = _ActivityHooks(offload)
         engine.executor.hooks, ledger.current_activity = hooks, lambda: hooks.activity
         ledger.peak = Peak()  # ignore the peak while the engine is built
         last_event = ledger.num_events
@@ -234,6 +252,9 @@ def record_step(
     by_class["temporaries"] += ledger.peak.workspace
     if plan.derived.cuda_graphs:  # which keep the memory of their passes
         by_class["temporaries"] += _peak_after(passes_end, ledger.storages)
+    by_class["activations_on_host"] = (
+        offload.buffers.num_bytes if isinstance(offload, ActivationOffload) else 0
+    )
     operations = ledger.num_operations // num_microbatches
     return RecordedStep(engine=engine, by_class=by_class, peak=ledger.peak, operations=operations)
 

@@ -42,3 +42,20 @@ def test_where_it_was_measured_it_is_on(plan_of, flags, facts, reason):
 
 def test_a_flag_turns_it_off(plan_of):
     assert not plan_of(f"{TENSOR} 4 --no-tp-comm-overlap", facts=HOPPER).config.parallel.tp_comm_overlap
+
+
+def test_local_overlaps_products_under_transformer_engine_if_asked_to(plan_of):
+    engine = "--transformer-impl transformer_engine"
+    facts = replace(HOPPER, libraries={"transformer_engine": "2.20.2"})
+    plans = [
+        plan_of(f"{TENSOR} 4 {flags} {engine}", facts=facts)
+        for flags in (
+            "",
+            "--tp-comm-overlap",
+            "--tp-comm-overlap --fp8-format hybrid --fp8-recipe tensorwise",
+        )
+    ]
+    assert {plan.derived.transformer_impl for plan in plans} == {"transformer_engine"}
+    words = "linear layers in bfloat16 (--tp-comm-overlap)"
+    assert [any(words in note for note in plan.notes) for plan in plans] == [False, True, False]
+    assert not any("--tp-comm-overlap has no effect" in note for note in plans[1].notes)

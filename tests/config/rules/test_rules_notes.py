@@ -40,6 +40,22 @@ def test_experts_without_grouped_gemm_are_noted(plan_of):
         assert not any(words in note for note in plan_of(flags, facts=facts).notes)
 
 
+def test_scans_without_kernels_are_noted(plan_of):
+    on_gpu, hybrid = (
+        Facts(device="cuda"),
+        "--bf16 --model-family hybrid --mamba-num-heads 8 --mamba-num-groups 2",
+    )
+    for flags, words in (
+        ("--hybrid-layer-pattern M --mamba-head-dim 128 --mamba-state-dim 256", "--mamba-state-dim is 32768"),
+        ("--hybrid-layer-pattern G --linear-key-head-dim 256", "--linear-value-head-dim is 32768"),
+        ("--hybrid-layer-pattern G --experimental-attention-variant gdn2", "gdn2 has no kernels"),
+    ):
+        assert any(words in note for note in plan_of(f"{hybrid} {flags}", facts=on_gpu).notes)
+        assert not any(words in note for note in plan_of(f"{hybrid} {flags}").notes)
+    plain = plan_of(f"{hybrid} --hybrid-layer-pattern MG", facts=on_gpu).notes
+    assert not any("no kernels" in note for note in plain)
+
+
 def test_an_overlap_without_all_gather_is_noted(plan_of):
     words = "--overlap-param-gather has no effect without --use-distributed-optimizer"
     for flags, is_noted in (

@@ -7,8 +7,17 @@ from megatrain.config import Facts
 CASES = {
     "conflicting_settings": [
         ("--loss a.py:f --z-loss-coeff 0.1", "", Facts(digests={"training.loss": "1"}), ("--z-loss-coeff 0.1", "--loss"), ("remove --", ", or --")),
+        ("--cpu-offloading-num-layers 1 --fine-grained-activation-offloading --offload-modules core_attn", "", None,
+         ("--fine-grained-activation-offloading", "--cpu-offloading-num-layers 1"), ("remove --", ", or --")),
         ("--optimizer muon --optimizer-cpu-offload", "", None,
          ("--optimizer-cpu-offload", "--optimizer muon"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
+    ],
+    "offloaded_modules_fit": [
+        ("--fine-grained-activation-offloading", "", None, ("--offload-modules",), ("--offload-modules core_attn",)),
+        ("--fine-grained-activation-offloading --offload-modules attn_proj", "", None,
+         ("--offload-modules attn_proj", "core_attn"), ("--offload-modules core_attn attn_proj",)),
+        ("--fine-grained-activation-offloading --offload-modules layer_input", "", None,
+         ("layer_input", "--recompute-granularity full"), ("--recompute-method uniform", "remove layer_input")),
     ],
     "evaluation_has_a_checkpoint": [
         ("--eval-only", "", None, ("--eval-only",), ("--load FOLDER",)),
@@ -70,6 +79,12 @@ CASES = {
         ("--rerun-mode validate_results --no-check-for-nan-in-loss-and-grad", "", None,
          ("--no-check-for-nan-in-loss-and-grad",), ("one of them",)),
         ("--error-injection-rate 10", "", None, ("--error-injection-rate 10",), ("--rerun-mode validate_results",)),
+    ],
+    "restarts_continue_from_saves": [
+        ("--inprocess-restart", "", None, ("--inprocess-restart", "--save None"), ("--save FOLDER --load FOLDER",)),
+        ("--inprocess-restart --save x", "", None, ("--save x", "--load is None"), ("--save x --load x",)),
+        ("--inprocess-restart --save x --load x --finetune", "", None, ("--finetune",), ("remove --finetune",)),
+        ("--inprocess-restart --save x --load x --ckpt-step 2", "", None, ("--ckpt-step",), ("remove --ckpt-step",)),
     ],
     "bad_step_policies_are_valid": [
         ("--on-nan warn", "", None, ("--on-nan warn", "rewind N"), ("--on-nan rewind 100",)),

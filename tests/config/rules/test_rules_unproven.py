@@ -11,6 +11,11 @@ CASES = {
         GPU,
         "Transformer Engine",
     ),
+    "restarts_on_gpus": (
+        "--inprocess-restart --save x --load x",
+        Facts(device="cuda"),
+        "--inprocess-restart was tested with gloo",
+    ),
     "custom_loss": ("--loss a.py:f", Facts(digests={"training.loss": "1"}), "--loss a.py:f has no row"),
     "loss_of_global_loads": (
         "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",

@@ -34,6 +34,8 @@ CASES = [
       " --use-tiling"), "--mock-data", ("--use-tiling", "with --images-per-sample 1")),
     ("--flight-recorder-dump-path dumps --distributed-backend gloo", "",
      ("--flight-recorder-dump-path dumps", "--distributed-backend is nccl")),
+    (("--inprocess-active-world-size 1 --inprocess-max-iterations 3 --inprocess-soft-timeout 5 --inprocess-hard-timeout 5"
+      " --inprocess-barrier-timeout 5"), "", ("--inprocess-active-world-size 1", "without --inprocess-restart")),
     ("--flight-recorder-trace-buffer-size 10", "",
      ("--flight-recorder-trace-buffer-size 10", "without --flight-recorder-dump-path")),
     ("--validation-set-names a b", "", ("--validation-set-names a b", "without --multiple-validation-sets")),
@@ -131,6 +133,11 @@ CASES = [
     ("--decoupled-min-lr 0.1", "", ("--decoupled-min-lr 0.1", "--decoupled-lr")),
     ("--start-weight-decay 0.1", "", ("--start-weight-decay 0.1", "--weight-decay-incr-style constant")),
     ("--optimizer sgd --exp-avg-sq-dtype bf16", "", ("--exp-avg-sq-dtype bf16", "--optimizer sgd")),
+    ("--high-priority-stream-groups ep --nccl-communicator-config-path f --distributed-backend gloo", "",
+     ("--nccl-communicator-config-path f, --high-priority-stream-groups ep have", "--distributed-backend is nccl")),
+    ("--offload-modules core_attn", "", ("--offload-modules core_attn", "--fine-grained-activation-offloading")),
+    ("--min-offloaded-tensor-size 5", "",
+     ("--min-offloaded-tensor-size 5", "--cpu-offloading-num-layers or --fine-grained-activation-offloading")),
     ("--optimizer-offload-fraction 0.5", "", ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload")),
     ("--recompute-norms --norm-position post", "", ("--recompute-norms", "with --norm-position post")),
     ("--recompute-activations --recompute-modules layernorm --norm-position post", "",
@@ -167,17 +174,12 @@ CASES += [
     for name, style in LR_STYLES.items() for setting in settings() if setting.name in style.settings
 ]  # fmt: skip
 ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
-WITH_TRANSFORMER_ENGINE = "with --transformer-impl transformer_engine, whose layers wait for their communication; --transformer-impl local overlaps it"
 
 
 @pytest.mark.parametrize(("flags", "without", "named"), CASES)
 def test_a_setting_without_effect_is_a_note(plan_of, flags, without, named):
     notes = [note for note in plan_of(flags, without=without).notes if "no effect" in note]
     assert any(all(words in note for words in named) for note in notes), notes
-
-
-def test_transformer_engine_does_not_overlap_products(plan_of):
-    assert any(note.endswith(f"no effect {WITH_TRANSFORMER_ENGINE}") for note in _notes_on_gpus(plan_of))
 
 
 def _notes_on_gpus(plan_of):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from everyday import one_in
+from everyday import one_in, only
 from torch import Tensor
 
 from megatrain.kernels.moe.routing import Routing
@@ -38,6 +38,12 @@ class Problem(NamedTuple):
     down: Tensor
     routing: Routing
     gradient: Tensor
+
+    def in_dtype(self, dtype: torch.dtype) -> Problem:
+        x, up, down, probs, gradient = (
+            part.to(dtype) for part in (self.x, self.up, self.down, self.routing.probs, self.gradient)
+        )
+        return Problem(x, up, down, self.routing._replace(probs=probs), gradient)
 
 
 def problem(case: str, top_k: int) -> Problem:
@@ -118,7 +124,14 @@ def run_rank(
 
 
 def on_a_rank(
-    rank: int, world_size: int, kind: str, case: str, top_k: int, ep: int, etp: int
+    rank: int,
+    world_size: int,
+    kind: str,
+    case: str,
+    top_k: int,
+    ep: int,
+    etp: int,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, ...]:
     shape = GridShape(dp=ep * etp, ep=ep, etp=etp)
     groups = [_group(name, shape.expert_lists(name), rank) for name in ("ep", "etp")]
@@ -127,7 +140,7 @@ def on_a_rank(
     t, e, f = T // world_size, E // ep, F // etp
     own_ep, own_etp = groups[0].rank, groups[1].rank
     return run_rank(
-        problem(case, top_k),
+        problem(case, top_k).in_dtype(dtype),
         dispatcher,
         slice(rank * t, (rank + 1) * t),
         slice(own_ep * e, (own_ep + 1) * e),
@@ -178,3 +191,21 @@ def test_ranks_match_one_process(pool: WorkerPool, kind: str, ep: int, etp: int,
     by_expert = [found[first * etp : (first + 1) * etp] for first in range(ep)]
     close(torch.cat([torch.cat([one[3] for one in ranks], 1) for ranks in by_expert]), dup)
     close(torch.cat([torch.cat([one[4] for one in ranks], 2) for ranks in by_expert]), ddown)
+
+
+@pytest.mark.parametrize("case", only(["even"], ["even", "uneven", "dropped", "none"]))
+def test_both_dispatchers_have_the_same_bits_in_deterministic_mode(pool: WorkerPool, case: str) -> None:
+    """A token has terms of up to four ranks in bf16, whose sum depends on their order and on how often it is rounded."""
+    found = [
+        pool.run(4, on_a_deterministic_rank, kind, case, 5, 4, 1, torch.bfloat16) for kind in DISPATCHERS
+    ]
+    for one, other in zip(*found, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def on_a_deterministic_rank(*arguments: Any) -> tuple[Tensor, ...]:
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        return on_a_rank(*arguments)
+    finally:
+        torch.use_deterministic_algorithms(mode=False)

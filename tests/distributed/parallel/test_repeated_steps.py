@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
+import torch
 from everyday import nightly
+from torch import Tensor
 
+from megatrain.model.experts.router import Router
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
 from megatrain.parallel.rank_capacity import RankCapacity
@@ -43,14 +48,58 @@ def test_a_repeated_step_changes_no_bit(pool: WorkerPool, words: str, with_graph
         assert results == others
 
 
-def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tuple[Any, ...]:
-    """Train some steps; return repeats and losses of each, and the bits of the weights."""
-    plan = tiny_plan(layout, world_size)
+@pytest.mark.parametrize(
+    ("words", "factor", "with_graphs"),
+    [
+        ("dp2 mixtral ep2 batch8", "1.75", True),
+        nightly("dp4 mixtral ep4 batch16", "2.5", True),
+        nightly("dp2 pp2 zbh1 mixtral ep2 batch16", "1.75", False),
+    ],
+)
+def test_loads_that_move_to_one_rank_change_no_bit(
+    pool: WorkerPool, words: str, factor: str, with_graphs: bool
+) -> None:
+    """All tokens go to the experts of the first rank from the second step on, which has memory for fewer."""
+    layout = Layout.of(words)
+    found, expected = (
+        pool.run(layout.world_size, trained, layout, with_graphs, each, 9.0) for each in (factor, "none")
+    )
+    for (repeats, *results), (none, *others) in zip(found, expected, strict=True):
+        assert none == [0] * NUM_STEPS
+        assert repeats[0] == 0 < repeats[1]
+        assert sum(repeats[2:]) == 0
+        assert results == others
+
+
+def test_graphs_in_turn_change_no_bit(pool: WorkerPool) -> None:
+    """Steps without graphs have no turns; each action of a graph has a pass of two micro-batches."""
+    layout = Layout.of("dp2 mixtral ep2 batch12")
+    replayed, executed = (pool.run(2, trained, layout, how) for how in ("in turn", False))
+    assert replayed == executed
+
+
+def trained(
+    rank: int,
+    world_size: int,
+    layout: Layout,
+    with_graphs: bool | Literal["in turn"],
+    factor: str = "",
+    skew: float = 0,
+) -> tuple[Any, ...]:
+    """Train some steps; return repeats and losses of each, and the bits of the weights.
+
+    Args:
+        factor: of the capacities at first; empty: of the layout.
+        skew: added after the first step to the logits of the experts of the first rank.
+    """
+    flags = ["--moe-expert-rank-capacity-factor", factor] if factor else []
+    plan, in_turn = tiny_plan(layout, world_size, *flags), with_graphs == "in turn"
+    plan = dataclasses.replace(plan, derived=plan.derived.replaced({"graphs_in_turn": in_turn}))
     engine = engine_of(plan, rank)
     if with_graphs:
         recorder = Repeats()
         make_graphs = functools.partial(
-            build_graphs, plan, engine.model, engine.grid, engine.device, recorder
+            build_graphs, plan, engine.model, engine.grid, engine.device, recorder, in_turn=in_turn
         )
         engine.training_passes = GraphedPasses(
             engine.executor, make_graphs, engine.data_parallel, 1, recorder
@@ -61,12 +110,26 @@ def trained(rank: int, world_size: int, layout: Layout, with_graphs: bool) -> tu
         if step == 2 and layout.has("scarce"):  # a graph is recorded by now
             for layer in engine.model.communication.capacities.layers:
                 layer.factor = 0.5
-        report = engine.step(
-            list(local_batches(step, layout, engine.grid.dp.rank)), Hyperparams(lr=1e-2, weight_decay=0.01)
-        )
+        with skewed(skew if step else 0, engine.grid.ep.size):
+            report = engine.step(
+                list(local_batches(step, layout, engine.grid.dp.rank)),
+                Hyperparams(lr=1e-2, weight_decay=0.01),
+            )
         repeats.append(len(engine.news) - before)
         losses.append((report.lm_loss, report.grad_norm))
     return repeats, losses, [part.values.tobytes() for part in weights_of(engine)]
+
+
+def skewed(skew: float, ep: int) -> AbstractContextManager[Any]:
+    """Add a number to the logits of the experts of the first of `ep` ranks."""
+    compute = Router._logits
+
+    def more(self: Router, *known: Any) -> Tensor:
+        logits = compute(self, *known)
+        of_first = torch.arange(logits.shape[1]) < logits.shape[1] // ep
+        return logits + skew * of_first
+
+    return mock.patch.object(Router, "_logits", more)
 
 
 class Repeats:

@@ -134,7 +134,12 @@ def test_a_model_that_megatron_cannot_compute_is_refused(
     assert main(["convert", "megatron-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
     path = tmp_path / "ours" / "iter_0000008"
     manifest = read_manifest(path)
-    values = {"use_parallel_residual": True, "softmax_scale": 0.3, "norm_position": "both"}
+    values = {
+        "use_parallel_residual": True,
+        "softmax_scale": 0.3,
+        "norm_position": "both",
+        "mamba_without_rmsnorm": True,
+    }
     for name, value in values.items():
         config = {**manifest.config, "model": {**manifest.config["model"], name: value}}
         (path / MANIFEST_NAME).write_bytes(encode(dataclasses.replace(manifest, config=config)))

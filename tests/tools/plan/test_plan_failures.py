@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,18 @@ def test_the_command_prints_losses_and_the_best_interval(capsys: pytest.CaptureF
     assert found["best_share"] <= found["share"]
     assert found["best_interval"] == pytest.approx(math.sqrt(2 * 5 * 86400 / 4))
     assert "best: a save every" in "\n".join(text(LLAMA))
+
+
+def test_restarts_that_a_run_has_recorded_are_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps({"generation": 2 + i, "seconds": 10.0 * (1 + i)}) for i in range(3)]
+    (tmp_path / "restarts.jsonl").write_text("\n".join(lines))
+    assert main([*FLAGS, "--failures", "--save", str(tmp_path)]) == 0
+    assert "a restart takes 20.0 s: median of 3 of this run" in capsys.readouterr().out
+    (tmp_path / "restarts.jsonl").write_text("[]")
+    assert main([*FLAGS, "--failures", "--save", str(tmp_path)]) == 2
+    assert "fix: remove it, or give --restart-seconds" in capsys.readouterr().err
 
 
 def test_a_time_below_0_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from megatrain.tools.plan.layouts import Layout, Workload, layouts
 from megatrain.tools.plan.linear_times import Fp8, Gemm
 from megatrain.tools.plan.memory import estimated_bytes
 from megatrain.tools.plan.network import Group
+from megatrain.tools.plan.search import Run
 from megatrain.tools.plan.step_time import rank_weights, step_time
 from scripts.benchmarks.plan_accuracy import MEASURED, Measured, predicted
 from tests.everyday import one_in
@@ -141,6 +142,21 @@ def test_overlapped_gemms_hide_the_collectives_of_tensor_ranks() -> None:
     overlapped, _ = planned(case_of("B3 tp2, overlap"))
     slow, fast = (step_time(one, layout, CLUSTER, is_simulated=True).total for one in (plain, overlapped))
     assert 0.92 < fast / slow < 0.97  # 1,525 of 1,624 ms
+
+
+def test_the_model_overlaps_products_where_a_run_does_so() -> None:
+    """The workload of a search is that of one GPU, which overlaps nothing."""
+    case = case_of("B3 tp4, overlap")
+    run = Run.of(case.words, dataclasses.replace(CLUSTER, num_gpus=4))
+    workload, layout = run.workload(), Layout.of(run.plan())
+    assert workload.overlaps_products(layout, GPU.capability)
+    time = step_time(workload, layout, dataclasses.replace(CLUSTER, num_gpus=4), is_simulated=True).total
+    assert time * 1e3 == pytest.approx(case.milliseconds[0], rel=0.05)
+    eager = Run.of([*case.words, "--no-tp-comm-overlap"], run.cluster).workload()
+    assert not eager.overlaps_products(layout, GPU.capability)
+    for changed in ({"tp": 8}, {"sequence_parallel": False}, {"cp": 16}):
+        assert not workload.overlaps_products(dataclasses.replace(layout, **changed), GPU.capability)
+    assert not workload.overlaps_products(layout, (8, 0))
 
 
 def test_layouts_use_all_gpus_and_divide_the_batch() -> None:

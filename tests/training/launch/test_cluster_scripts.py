@@ -63,6 +63,19 @@ def test_a_job_of_srun_that_stopped_early_is_queued_again(
     assert ("scontrol requeue 77" in ended.stdout) is is_queued_again
 
 
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_job_with_a_spare_node_has_the_exit_code_of_rank_0(tmp_path: Path, code: int) -> None:
+    (tmp_path / "python").write_text(f'#!/bin/sh\necho python "$@"\nexit {code}\n')
+    (tmp_path / "python").chmod(0o755)
+    ended = run_script(
+        ROOT / "scripts/slurm/srun.sh", tmp_path, '"$@"\nexit 137', ["--lr", "1"], SPARES="1"
+    )  # 137: of a task of a lost node
+    assert ended.returncode == code, ended.stderr
+    assert "srun --kill-on-bad-exit=0 --no-kill" in ended.stdout
+    assert "pretrain.py --lr 1 --inprocess-restart --inprocess-active-world-size 8" in ended.stdout
+    assert ("scontrol requeue 77" in ended.stdout) is (code == 75)
+
+
 @pytest.mark.parametrize("name", ["one_node", "torchrun"])
 def test_a_job_of_torchrun_is_queued_again_only_at_its_time_limit(tmp_path: Path, name: str) -> None:
     script = ROOT / f"scripts/slurm/{name}.sh"

@@ -106,7 +106,7 @@ def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
     assert set(found["memory"][0]) == {
         "held", "held_total", "activations", "temporaries", "communication", "other", "total", "peak_at",
-        "operations",
+        "activations_on_host", "operations",
     }  # fmt: skip
 
 
@@ -343,18 +343,26 @@ def test_a_dry_run_assumes_a_gpu() -> None:
 def test_an_ignored_flag_for_memory_is_an_error_if_the_run_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flags = {
-        "--device": "cuda",
-        "--fine-grained-activation-offloading": "",
-        "--offload-modules": "core_attn",
-    }
-    assert "no effect so far: activations in host memory" in examined(flags).plan.notes[0]
+    flags = {"--device": "cuda", "--bf16": "", "--offload-modules": "core_attn"}
+    assert examined(flags).memory_warning is None
     monkeypatch.setitem(GPU_KINDS, "h100", dataclasses.replace(GPU_KINDS["h100"], memory_bytes=1000))
     with pytest.raises(
-        ConfigError, match=r"no effect so far: activations in host memory.*exceeds.*\n.*fix: use"
+        ConfigError,
+        match=r"no effect without --fine-grained-activation-offloading; .*exceeds.*\n.*fix: use",
     ):
         examined(flags)
     assert examined({"--device": "cuda"}).memory_warning is not None
+
+
+def test_offloaded_activations_are_in_host_memory() -> None:
+    flags = {"--device": "cuda", "--bf16": "", "--min-offloaded-tensor-size": "0"}
+    found = examined({**flags, "--cpu-offloading-num-layers": "2"})
+    (stage,) = found.memory
+    assert 0 < stage.activations_on_host < 2 * examined(flags).memory[0].activations
+    assert found.host_use is not None
+    assert found.host_use.per_host == stage.activations_on_host
+    assert "--cpu-offloading-num-layers: up to " in as_text(found)
+    assert "  host memory: the " in as_text(found)
 
 
 def test_memory_is_compared_with_this_hosts_gpu() -> None:

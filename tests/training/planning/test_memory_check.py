@@ -16,7 +16,7 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.planning import memory_check
 from megatrain.training.planning.memory_check import check_memory
-from megatrain.training.planning.memory_plan import planned_resident_memory
+from megatrain.training.planning.memory_plan import planned_rank_memory, planned_resident_memory
 
 HUGE: dict[str, str | None] = {"--num-layers": "20", "--hidden-size": "23296", "--ffn-hidden-size": None}
 
@@ -62,6 +62,36 @@ def test_a_rank_larger_than_its_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert "--data-parallel-sharding-strategy optim_grads_params" in fix
     assert "--recompute" not in fix  # activations are not what is compared
     assert "--micro-batch-size" not in fix
+
+
+def test_an_ignored_flag_for_memory_is_an_error_if_the_step_exceeds_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = {"--device": "cuda", "--bf16": "", "--recompute-modules": "mlp"}
+    plan, plain = (plan_of(one, device="cuda") for one in (flags, {**flags, "--recompute-modules": None}))
+    grid = build_grid(grid_shape(plan), 0)
+    step, held = planned_rank_memory(plan, grid).total, planned_resident_memory(plan, grid).total
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (step - 1, 80 * 10**9))
+    assert check_memory(plain, LaunchEnvironment(), None) == held < step
+    with pytest.raises(
+        ConfigError, match=r"--recompute-modules mlp has no effect .*at the peak of a step"
+    ) as error:
+        check_memory(plan, LaunchEnvironment(), None)
+    assert "--recompute-activations" in error.value.problems[0].fix
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (step, 80 * 10**9))
+    assert check_memory(plan, LaunchEnvironment(), None) == held
+
+
+def test_offloaded_activations_need_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"--device": "cuda", "--bf16": "", "--cpu-offloading-num-layers": "2"}
+    plan = plan_of({**flags, "--min-offloaded-tensor-size": "0"}, device="cuda")
+    on_host = planned_rank_memory(plan, build_grid(grid_shape(plan), 0)).activations_on_host
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: on_host)
+    check_memory(plan, LaunchEnvironment(), None)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: on_host - 1)
+    with pytest.raises(ConfigError, match=r"GB of host memory for .* offloaded activations"):
+        check_memory(plan, LaunchEnvironment(), None)
 
 
 def on_threads(count: int, run: Callable[[int, dist.Store], Any]) -> list[Any]:

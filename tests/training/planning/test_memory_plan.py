@@ -74,6 +74,10 @@ MADE = [
     "selective fp8bf16wgrad",
     "fp8blockwise",
     "mixtral fp8tensorwise",
+    "offloadmodules recomputenorms",
+    "mixtral offloadlayers",
+    "uniform offloadinputs",
+    "deepseek mla offloadmodules",
 ]
 
 
@@ -132,6 +136,7 @@ OVER_RANKS = [
     "tp2 sp dp2 zero3 fp8tensorwise",
     "tp2 dp2 zero1 overlap fp8gather",
     "dp2 zero3 overlap mixtral ep2 batch12 moeoverlap",
+    "pp4 zbh1 batch8 offloadlayers",
 ]
 EVERYDAY = {
     "tp2 sp tpoverlap",

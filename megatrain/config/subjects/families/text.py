@@ -3,9 +3,12 @@
 import math
 from typing import Final
 
-from megatrain.config.derive.hybrid_pattern import LETTERS, HybridPattern, parse_hybrid_pattern
+from megatrain.config.derive.hybrid_pattern import LETTERS, SIDE_BY_SIDE, HybridPattern, parse_hybrid_pattern
 from megatrain.config.derive.patterns import PatternError
 from megatrain.config.errors import Problem
+from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
+from megatrain.config.model_spec.mamba import MambaSpec
+from megatrain.config.model_spec.part import MAX_SCAN_STATE
 from megatrain.config.plan import Draft
 from megatrain.config.registry import Notes, Problems, note, rule
 from megatrain.config.schema.data import MASKED_FAMILIES
@@ -80,7 +83,7 @@ def pattern_is_of_a_hybrid(draft: Draft) -> Problems:
         )
         return
     yield from _letters_without_their_part(draft, pattern, text)
-    if pattern.counts["M"]:
+    if pattern.counts["M"] or SIDE_BY_SIDE in text:
         yield from _groups_of_mamba(draft)
     yield from _settings_besides_the_pattern(draft, pattern)
 
@@ -100,6 +103,12 @@ def _letters_without_their_part(draft: Draft, pattern: HybridPattern, text: str)
         yield Problem(
             "--hybrid-layer-pattern has attention (*) with --multi-latent-attention",
             "use multi-latent attention (+), or remove --multi-latent-attention",
+        )
+    if SIDE_BY_SIDE in text and (model.multi_latent_attention or model.norm_position != "pre"):
+        flag = "--multi-latent-attention" if model.multi_latent_attention else "--norm-position"
+        yield Problem(
+            f"--hybrid-layer-pattern has Mamba-2 and attention side by side (P) with {flag}",
+            f"use --hybrid-layer-pattern {text.replace(SIDE_BY_SIDE, 'M+' if model.multi_latent_attention else 'M*')}, or remove {flag}",
         )
 
 
@@ -269,3 +278,26 @@ def word_pieces_are_of_other_families(draft: Draft) -> Notes:
             f"--tokenizer-type {kind} splits text as BERT and T5 do, and this run trains a GPT: --model-family bert or t5, and"
             " pretrain_bert.py and pretrain_t5.py in scripts/megatron, train the other families"
         )
+
+
+@note("cost")
+def scans_without_kernels(draft: Draft) -> Notes:
+    """Yield a note for scans that torch operators compute on GPUs."""
+    if draft.config.training.device != "cuda":
+        return
+    parts = [part for layer in draft.derived.model_spec.all_layers for part in layer.parts]
+    deltas = [part for part in parts if isinstance(part, LinearAttentionSpec)]
+    if any(part.has_channel_gates for part in deltas):
+        yield "--experimental-attention-variant gdn2 has no kernels: torch operators take hundreds of times as long as the kernels of gated_delta_net"
+    states = {
+        ("--mamba-head-dim * --mamba-state-dim", part.head_dim * part.state_dim)
+        for part in parts
+        if isinstance(part, MambaSpec)
+    }
+    states |= {
+        ("--linear-key-head-dim * --linear-value-head-dim", part.key_head_dim * part.value_head_dim)
+        for part in deltas
+    }
+    for flags, size in sorted(states):
+        if size > MAX_SCAN_STATE:
+            yield f"{flags} is {size}: above {MAX_SCAN_STATE} scans have no kernels, and torch operators take many times as long"

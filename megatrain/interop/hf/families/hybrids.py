@@ -3,11 +3,13 @@
 NemotronH   Mamba-2, attention without positions, MLPs and experts with squared ReLU: Nemotron-H, Nemotron Nano 2, Nemotron 3
 Mamba2      Mamba-2 alone
 Bamba       blocks of a mixer, Mamba-2 or attention with RoPE, and a gated MLP: two layers of ours
+FalconH1    blocks of Mamba-2 and attention side by side, and a gated MLP; with factors that our weights hold
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from megatrain.config.derive.families import mamba_of
@@ -40,13 +42,14 @@ from megatrain.interop.hf.family import (
     in_layers,
 )
 from megatrain.interop.hf.rope import Rope
-from megatrain.storage.untrusted_json import integer, list_of, number, text
+from megatrain.storage.untrusted_json import flag, integer, list_of, number, text
 
 _MAX_LAYERS: Final = 1 << 16
 _EPSILON: Final = 1e-5
 """Epsilon of the gated norm of Mamba-2 here, which is that of all norms in transformers."""
 _SMALLEST_STEP: Final = 1e-9
 _NOT_NEGATIVE: Final = number(Range(at_least=0))
+_FACTOR: Final = number()
 _MAMBA2_LENGTH: Final = 1 << 17
 """Length of a Mamba-2 whose config.json has none: its state has no limit."""
 
@@ -205,8 +208,86 @@ class _Blocks:
         return {"num_hidden_layers": len(mixers), "attn_layer_indices": attention}
 
 
+class _ParallelBlocks:
+    """Blocks of Falcon-H1: Mamba-2 and attention side by side, and an MLP."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        return _settings("P-" * source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS)))
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"num_hidden_layers": len(_letters(config)) // 2}
+
+
+class _FalconWidths:
+    """Channels of all heads of Mamba-2, and the norm of groups, which must follow the gate."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        has_norm = source.checked("mamba_rms_norm", check=flag, default=False)
+        is_before = source.checked("mamba_norm_before_gate", check=flag, default=True)
+        if has_norm and is_before:
+            raise source.refusal("mamba_norm_before_gate", is_before, "the norm of Mamba-2 follows the gate")
+        heads = source.checked("mamba_n_heads", check=COUNT, default=128)
+        multiple = source.checked("mamba_expand", check=COUNT, default=2)
+        total = source.checked("mamba_d_ssm", check=COUNT, default=1024, is_optional=True)
+        total = multiple * source.checked("hidden_size", check=COUNT) if total is None else total
+        given = source.get("mamba_d_head", default="auto")
+        if given not in ("auto", total // heads) or total % heads:
+            reason = f"mamba_n_heads {heads} have mamba_d_ssm {total}"
+            raise source.refusal("mamba_d_head", given, reason)
+        sizes = {"model.mamba_num_heads": heads, "model.mamba_head_dim": total // heads}
+        return {**sizes, "model.mamba_without_rmsnorm": not has_norm}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        spec = mamba_of(config.model)
+        keys = {"mamba_n_heads": spec.num_heads, "mamba_d_head": spec.head_dim, "mamba_d_ssm": spec.inner_dim}
+        return {**keys, "mamba_rms_norm": spec.has_norm, "mamba_norm_before_gate": False}
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Factors of Falcon-H1: each has a key, some in a list, and scales the outputs of our modules."""
+
+    keys: tuple[str, ...]
+    lists: Mapping[str, int]
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        self.values(source)
+        return {}
+
+    def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002 (the signature of a part)
+        return dict.fromkeys(self.keys, 1.0) | {key: [1.0] * size for key, size in self.lists.items()}
+
+    def values(self, source: ConfigFile) -> dict[str, list[float]]:
+        """Return the factors of each key, one if it has no list."""
+        found = {key: [source.checked(key, check=_FACTOR, default=1.0)] for key in self.keys}
+        for key, size in self.lists.items():
+            found[key] = source.checked(key, check=list_of(_FACTOR, most=size), default=[1.0] * size)
+            if len(found[key]) != size:
+                raise source.refusal(key, found[key], f"it has {size} numbers")
+        return found
+
+    def by_module(self, source: ConfigFile) -> dict[str, float]:
+        """Return the factor of the weights of each module."""
+        found = self.values(source)
+        one = {key: values[0] for key, values in found.items()}
+        layer = {
+            f"mamba.{name}": one["ssm_in_multiplier"] * factor
+            for name, factor in zip(("z", "x", "b", "c", "dt"), found["ssm_multipliers"], strict=True)
+        }
+        layer |= {f"attention.{name}": one["attention_in_multiplier"] for name in "qkv"}
+        layer["attention.k"] *= one["key_multiplier"]
+        layer["attention.proj"] = one["attention_out_multiplier"]
+        layer["mamba.proj"] = one["ssm_out_multiplier"]
+        layer["mlp.gate"], layer["mlp.down"] = found["mlp_multipliers"]
+        return {
+            "embedding.word_embeddings": one["embedding_multiplier"],
+            "output_layer": one["lm_head_multiplier"],
+            **{f"decoder.layers.{{}}.{name}": factor for name, factor in layer.items()},
+        }
+
+
 def _mamba(
-    heads: _Heads,
+    heads: ConfigPart,
     groups: Value,
     state: Value,
     steps: _Steps,
@@ -408,4 +489,45 @@ BAMBA: Final = Family(
     },
     fits=lambda config: set(_letters(config)[1::2]) == {"-"} and len(_letters(config)) % 2 == 0,
     layers_per_block=2,
+)
+_FALCON_FACTORS: Final = _Factors(
+    tuple(
+        f"{name}_multiplier"
+        for name in "embedding lm_head key attention_in attention_out ssm_in ssm_out".split()
+    ),
+    {"mlp_multipliers": 2, "ssm_multipliers": 5},
+)
+FALCON_H1: Final = replace(
+    BAMBA,
+    architecture="FalconH1ForCausalLM",
+    model_type="falcon_h1",
+    config=(
+        *SWIGLU,
+        Choice("tie_word_embeddings", {False: {}}, reason="the embedding and the output layer have factors"),
+        Fixed(_HYBRID),
+        QueryGroups(default=8),
+        Rope(),
+        NO_ATTENTION_BIAS,
+        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+        Choice("projectors_bias", {False: {}}, reason="biases of the projections"),
+        _ParallelBlocks(),
+        *_mamba(
+            _FalconWidths(),
+            Value("mamba_n_groups", "model.mamba_num_groups", default=1),
+            Value("mamba_d_state", "model.mamba_state_dim", default=256),
+            _Steps(),
+            epsilon="rms_norm_eps",
+            kernel="mamba_d_conv",
+            bias="mamba_conv_bias",
+            no_bias="mamba_proj_bias",
+        ),
+        _FALCON_FACTORS,
+        Implied(("mamba_chunk_size", "num_logits_to_keep", "mamba_use_mlp")),
+    ),
+    modules={
+        **BAMBA.modules,
+        **in_layers("model.layers", {"input_layernorm": "norm"}),
+    },
+    fits=lambda config: set(_letters(config)[::2]) == {"P"} and set(_letters(config)[1::2]) == {"-"},
+    factors=_FALCON_FACTORS.by_module,
 )

@@ -10,7 +10,7 @@ from megatrain.interop.hf.families.gemma import GEMMA2, GEMMA3
 from megatrain.interop.hf.families.gpt2 import GPT2
 from megatrain.interop.hf.families.gpt_neox import GPT_NEOX
 from megatrain.interop.hf.families.gpt_oss import GPT_OSS
-from megatrain.interop.hf.families.hybrids import BAMBA, MAMBA2, NEMOTRON_H
+from megatrain.interop.hf.families.hybrids import BAMBA, FALCON_H1, MAMBA2, NEMOTRON_H
 from megatrain.interop.hf.families.llama import LLAMA
 from megatrain.interop.hf.families.mistral import MISTRAL, MIXTRAL
 from megatrain.interop.hf.families.olmo import OLMO2, OLMOE
@@ -25,7 +25,7 @@ FAMILIES: Final = {
     family.architecture: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
-        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5, MAMBA2, NEMOTRON_H, BAMBA,
+        DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5, MAMBA2, NEMOTRON_H, BAMBA, FALCON_H1,
         LLAVA, LLAVA_NEXT, IDEFICS3, SMOLVLM, INTERNVL, CLIP_TOWER, SIGLIP_TOWER,
     )
 }  # fmt: skip
@@ -45,7 +45,6 @@ REFUSED: Final = {
     **dict.fromkeys(
         ("MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"), "the mixer of Mamba-1"
     ),
-    "FalconH1ForCausalLM": "attention and Mamba-2 side by side in a layer, and factors of their inputs and outputs",
     "GraniteMoeHybridForCausalLM": "factors of the residual branches and of the logits",
     **dict.fromkeys(("ZambaForCausalLM", "Zamba2ForCausalLM"), "attention that several layers share"),
     **dict.fromkeys(

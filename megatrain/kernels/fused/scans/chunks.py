@@ -17,18 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.config.model_spec.part import MAX_SCAN_STATE
 from megatrain.kernels.fused.launching import is_fake, is_fused, jit, tl
 
 LOG2_E = 1.4426950408889634
 
 
-MAX_STATE = 128 * 128
-"""Numbers of a head's state that the kernels support."""
-
-
 def has_kernel(x: Tensor, rows: int, columns: int) -> bool:
     """Return True if fused kernels scan x: 16-bit, with states [rows, columns] whose tiles shared memory can hold."""
-    return is_fused(x) and x.element_size() == 2 and rows * columns <= MAX_STATE
+    return is_fused(x) and x.element_size() == 2 and rows * columns <= MAX_SCAN_STATE
 
 
 def first_rows(cu_seqlens: Tensor | None, b: int, s: int) -> Tensor | None:
