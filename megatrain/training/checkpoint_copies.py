@@ -98,33 +98,28 @@ class HfFolders(MegatronCopies):
 
 
 def copies_of(plan: Plan) -> list[MegatronCopies]:
-    """Return the copies that a run makes.
-
-    Raises:
-        ConfigError: transformers has no model that computes the same (--save-hf-interval).
-    """
-    config, found = plan.config, list[MegatronCopies]()
-    checkpoint, save = config.checkpoint, Path(config.checkpoint.save or "")
+    """Return the copies that a run makes."""
+    checkpoint, found = plan.config.checkpoint, list[MegatronCopies]()
+    save = Path(checkpoint.save or "")
     if checkpoint.also_save is not None:
         found.append(MegatronCopies(save))
     if checkpoint.save_hf_interval is not None:
-        _check_transformers(plan, save)
         found.append(HfFolders(save, checkpoint.save_hf_interval, plan.derived.train_iters))
     return found
 
 
-def _check_transformers(plan: Plan, save: Path) -> None:
+def check_hf_folders(plan: Plan) -> None:
+    """Raise ConfigError if transformers has no model that computes the same, with --save-hf-interval."""
     config = plan.config
-    if (
-        config.model.model_family == "vlm"
-    ):  # its tokenizer may name the token of an image, which config.json has
+    interval, model = config.checkpoint.save_hf_interval, config.model
+    if interval is None or model.model_family == "vlm":  # its config.json has a token of the tokenizer
         return
-    length = config.model.max_position_embeddings or config.data.seq_length
-    model = dataclasses.replace(config.model, max_position_embeddings=length)
+    length = model.max_position_embeddings or config.data.seq_length
+    config = dataclasses.replace(config, model=dataclasses.replace(model, max_position_embeddings=length))
     try:
-        fitting_family(dataclasses.replace(config, model=model), plan.derived.vocab_size, save)
+        fitting_family(config, plan.derived.vocab_size, Path(config.checkpoint.save or ""))
     except InputError as error:
         raise ConfigError(
-            f"--save-hf-interval {config.checkpoint.save_hf_interval}: {error.problems[0].text}",
+            f"--save-hf-interval {interval}: {error.problems[0].text}",
             fix="remove --save-hf-interval, or train a model that transformers has",
         ) from error

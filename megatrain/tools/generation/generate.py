@@ -141,9 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     sampling, prompts = _sampling(arguments), _prompts(arguments)
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)
-        chat = Conversations(loaded) if arguments.chat else None
-        if chat is not None:
-            sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *chat.stop))
+        chat, sampling = _chat(arguments, loaded, sampling)
         if chat is not None and not prompts:
             _talk(arguments, process, loaded, sampling, chat)
             return 0
@@ -157,16 +155,21 @@ def run(arguments: argparse.Namespace) -> int:
         engine = _engine(arguments, process, loaded, ids, samplings, start)
         tiles = [None if one is None else one.tiles for one in images]
         texts = [engine.submit(*one) for one in zip(ids, samplings, tiles, strict=True)]
-        write = _write if process.ranks.rank == 0 else lambda _: None
         started = time.perf_counter()
-        if arguments.json:
-            _run_to_json(engine, [one.text for one in prompts], texts, write)
-        else:
-            between = "\n" if start is not None or arguments.chat else ""
-            _run_to_text(engine, [one.text for one in prompts], texts, write, between)
+        _run_engine(arguments, process, engine, [one.text for one in prompts], texts)
         seconds, count = time.perf_counter() - started, sum(one.completion.num_new for one in texts)
         process.note(f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.1f} tokens/s")
     return 0
+
+
+def _chat(
+    arguments: argparse.Namespace, loaded: LoadedModel, sampling: Sampling
+) -> tuple[Conversations | None, Sampling]:
+    """Return the writer of conversations with --chat, and the sampling of answers, which end where it ends them."""
+    if not arguments.chat:
+        return None, sampling
+    chat = Conversations(loaded)
+    return chat, dataclasses.replace(sampling, stop=(*sampling.stop, *chat.stop))
 
 
 def _engine(
@@ -369,6 +372,21 @@ def _talk(
 
 def _write(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _run_engine(
+    arguments: argparse.Namespace,
+    process: Process,
+    engine: TextEngine,
+    prompts: Sequence[str],
+    texts: Sequence[TextCompletion],
+) -> None:
+    write = _write if process.ranks.rank == 0 else lambda _: None
+    if arguments.json:
+        _run_to_json(engine, prompts, texts, write)
+    else:
+        between = "\n" if engine.start_id is not None or arguments.chat else ""
+        _run_to_text(engine, prompts, texts, write, between)
 
 
 def _run_to_text(
