@@ -29,13 +29,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str], signals: Signals, streams: StandardStreams) -> int:
     """Parse the command line; print the dry run, or train."""
-    from megatrain.config import parse
-    from megatrain.config.environment import read_environment
+    from megatrain.config import parse, read_environment
+    from megatrain.training.launch.refusal import refuse
     from megatrain.training.liveness.launcher_watch import end_with_launcher
     from megatrain.training.logging.console import Console, Phases
 
     end_with_launcher(environment := read_environment())
     request = parse(argv)
+    if request.problems and environment.world_size == 1:  # several ranks compare theirs first
+        return refuse(request)
     streams.ends_program = is_dry = request.known("training.dry_run") is not None
     if request.known("resilience.inprocess_restart") and not is_dry and environment.supervisor is None:
         from megatrain.training.restarts.supervisor import supervise

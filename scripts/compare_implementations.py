@@ -49,7 +49,8 @@ def prepare_data(folder: Path, *, limit_mb: float, library: Path | None = None) 
         sources = [] if library is None else ["--folder", str(library)]
         call("scripts/quickstart/corpus.py", "--output", str(corpus), "--limit-mb", str(limit_mb), *sources)
     if not tokenizer.exists():
-        call("scripts/quickstart/tokenizer.py", "--input", str(corpus), "--output", str(tokenizer))
+        words = ["--input", str(corpus), "--output", str(folder), "--vocab-size", "4096"]
+        call("-m", "megatrain.tools.main", "tokenizer", "train", *words)
     if not Path(f"{prefix}_text_document.idx").exists():
         output = ["--json-keys", "text", "--append-eod", "--workers", "2", "--output-prefix", str(prefix)]
         call("preprocess_data.py", "--input", str(corpus), *kind, *output)

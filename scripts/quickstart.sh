@@ -65,7 +65,7 @@ stage "$run/corpus.jsonl" "corpus: the source and the docstrings of Python's sta
   "$PYTHON" scripts/quickstart/corpus.py --output "$run/corpus.jsonl"
 
 stage "$run/tokenizer.json" "tokenizer: a byte-level BPE of 4096 tokens, learnt from the corpus" \
-  "$PYTHON" scripts/quickstart/tokenizer.py --input "$run/corpus.jsonl" --output "$run/tokenizer.json" --vocab-size 4096
+  "$PYTHON" -m megatrain.tools.main tokenizer train --input "$run/corpus.jsonl" --output "$run" --vocab-size 4096
 
 mkdir -p "${data%/*}"
 stage "${data}_text_document.idx" "data: the corpus as tokens, in the .bin/.idx files of Megatron-LM" \

@@ -15,6 +15,7 @@ from megatrain.config.cli.command_line import parse
 from megatrain.config.cli.help_text import docs_reference
 from megatrain.config.cli.render_plan import render_plan
 from megatrain.config.cli.yaml_file import to_yaml
+from megatrain.config.environment import read_environment
 from megatrain.config.errors import ConfigError, InputError, MegatrainError, NoCheckpointError, Problem
 from megatrain.config.facts import Facts, StoredRun
 from megatrain.config.plan import Derived, Plan
@@ -55,6 +56,7 @@ __all__ = [
     "TrainingConfig",
     "docs_reference",
     "parse",
+    "read_environment",
     "render_plan",
     "resolve",
     "to_yaml",

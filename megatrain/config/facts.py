@@ -220,6 +220,8 @@ class Facts:
     """Contents of the file of --nccl-communicator-config-path."""
     datasets: tuple[DatasetFacts, ...] = ()
     """Datasets of --data-path and the flags per split, in order; empty for mock data."""
+    untokenized: tuple[str, ...] = ()
+    """Text of the data flags that has to be tokenized first, with its size; `datasets` is empty then."""
     data_problems: tuple[Problem, ...] = ()
     """Problems of input files."""
     has_triton: bool = True
@@ -245,5 +247,6 @@ class Facts:
         if values["device_capability"] is not None:
             values["device_capability"] = tuple(values["device_capability"])
         values["special_ids"] = tuple(values["special_ids"])
+        values["untokenized"] = tuple(values["untokenized"])
         values["data_problems"] = tuple(Problem(**problem) for problem in values["data_problems"])
         return cls(**values)

@@ -9,12 +9,16 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from megatrain.config.errors import ConfigError, InputError, MegatrainError
 from megatrain.storage.files import fsync, open_regular
+
+_SECONDS_BETWEEN_TRIES: Final = 0.5
+"""Between two attempts to take a lock that another process has."""
 
 
 def log_to_stderr(text: str) -> None:
@@ -59,12 +63,16 @@ class FileLock:
         """True if this object holds the lock."""
         return self._file is not None
 
-    def acquire(self) -> None:
-        """Take the lock without waiting. Raises InputError if another process has it or the folder is not writable."""
+    def acquire(self, *, waits: bool = False) -> None:
+        """Take the lock. Raises InputError if another process has it, unless this one waits, or the folder is not writable."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open_locked()
         except BlockingIOError as error:
+            if waits:
+                self._log(f"waiting for another run, which writes to {self._target}")
+                self._acquire_later()
+                return
             raise InputError(
                 f"{self._path}: another run is writing to {self._target}",
                 fix="wait for it, stop it, or give another output prefix",
@@ -82,6 +90,12 @@ class FileLock:
             self._path.unlink(missing_ok=True)
             self._file.close()
             self._file = None
+
+    def _acquire_later(self) -> None:
+        while self._file is None:
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+            with contextlib.suppress(BlockingIOError):
+                self._file = self._open_locked()
 
     def _open_locked(self) -> IO[bytes]:
         while True:

@@ -5,7 +5,7 @@ hidden ──┬─ norm + qkv ─ RoPE ─ core attention ─ gate ─ projecti
                                                                                 └───────────────────── + ──────────────────┘── hidden
 
 "Gate" is --attention-output-gate. "Output" is a norm, dropout, both or nothing. A branch adds the output of the branch before it to the residual stream, so that
-one kernel does this addition and the norm, unless dropout did it; branches of a `ParallelLayer` all read the input of the layer. Layers with experts have the branch of experts/experts.py in place of the MLP.
+one kernel does this addition and the norm, unless dropout did it; branches of a `ParallelLayer` (families/parallel_layer.py) all read the input of the layer. Layers with experts have the branch of experts/experts.py in place of the MLP.
 """
 
 from __future__ import annotations
@@ -44,21 +44,6 @@ class TransformerLayer(nn.Module):
         if delta is not None and delta.dim() > residual.dim():
             return add_terms(residual, delta)
         return residual if delta is None else residual + delta
-
-
-class ParallelLayer(TransformerLayer):
-    """A layer whose branches all read its input (GPT-NeoX): hidden + attention(hidden) + MLP(hidden); or its norm (Falcon-H1)."""
-
-    def __init__(self, branches: Sequence[nn.Module], norm: Pointwise | None) -> None:
-        super().__init__(branches)
-        self.norm = Sequential([] if norm is None else [norm])
-
-    def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
-        residual, outputs = self.norm(hidden, info), []
-        for branch in self.branches:
-            residual, output = branch(residual, None, info)
-            outputs.append(output)
-        return sum(outputs, hidden if self.norm.steps else residual)
 
 
 class Attention(nn.Module):

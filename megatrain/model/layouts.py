@@ -249,10 +249,12 @@ def vocab_layout(
     is_shared: bool,
     kind: ParamKind,
 ) -> ParamLayout:
-    """Return the layout of a table with a row per id. `is_shared`: the first and the last stage each hold a copy."""
+    """Return the layout of a table with a row per id. `is_shared`: the first and the last stage each hold a copy.
+
+    A rank that has only padding has an empty piece: it takes part in the sums of the copies as the others do.
+    """
     rows = padded_vocab_size // tp.size
-    first = tp.rank * rows
-    stop = min(first + rows, vocab_size)
+    first, stop = (min(end, vocab_size) for end in (tp.rank * rows, (tp.rank + 1) * rows))
     piece = Piece(
         name,
         (vocab_size, num_columns),
@@ -260,9 +262,7 @@ def vocab_layout(
         copies=("embedding",) if is_shared else (),
         grad_sum_groups=("embedding",) if is_shared else (),
     )
-    return ParamLayout(
-        shape=(rows, num_columns), pieces=(piece,) if first < stop else (), init=init, kind=kind
-    )
+    return ParamLayout(shape=(rows, num_columns), pieces=(piece,), init=init, kind=kind)
 
 
 def vocab_bias_layout(name: str, vocab_size: int, padded_vocab_size: int, tp: TensorParallel) -> ParamLayout:

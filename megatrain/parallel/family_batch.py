@@ -26,7 +26,7 @@ def family_batch(family: str, arrays: Mapping[str, Tensor], documents: Documents
             labels=labels,
             loss_mask=loss_mask,
             position_ids=_positions(tokens),
-            is_token=arrays["padding_mask"].bool(),
+            is_token=_are_tokens(arrays["padding_mask"]),
             types=arrays["types"].long(),
             are_swapped=arrays["is_random"].long(),
         )
@@ -47,8 +47,14 @@ def family_batch(family: str, arrays: Mapping[str, Tensor], documents: Documents
         loss_mask=loss_mask,
         position_ids=_positions(tokens),
         encoder=EncoderTokens(of_encoder, _positions(of_encoder)),
-        is_token=arrays["enc_mask"].bool(),
+        is_token=_are_tokens(arrays["enc_mask"]),
     )
+
+
+def _are_tokens(mask: Tensor) -> Tensor:
+    """Return True for keys to attend to: the first of a sample too that is all padding, as queries need a key."""
+    first = torch.arange(mask.shape[1], device=mask.device) == 0
+    return mask.bool() | first
 
 
 def _positions(tokens: Tensor) -> Tensor:

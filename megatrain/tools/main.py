@@ -37,6 +37,7 @@ COMMANDS: Final = {
     "serve": ("generation.serve", "serve completions of a checkpoint over HTTP"),
     "trace": ("trace", "print the table of a profiler trace"),
     "settings": ("settings", "print all settings, or the differences from Megatron-LM's flags"),
+    "tokenizer": ("tokenizer", "train a tokenizer on text, or compare tokenizers"),
     "data": ("data.cli", "inspect datasets, show samples, build index caches, merge datasets"),
 }
 """The module of each subcommand below megatrain.tools, with `add_flags`, and its line of help."""

@@ -25,7 +25,7 @@ from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
 from megatrain.kernels.fused import attention
 from megatrain.kernels.fused.attention import Tile
 
-REACH = 128
+REACH, BUCKETS = 128, 32
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def inputs(case: Case) -> tuple[Tensor, ...]:
     of_queries = torch.randn(case.sq, case.b, case.heads, 2, 64, **options)
     k, v = torch.randn(case.sk, case.b, case.heads, 2, 64, **options).unbind(-2)
     q, dout = of_queries.unbind(-2)
-    table = torch.randn(case.heads, 2 * REACH + 1, **options)
+    table = torch.randn(BUCKETS, case.heads, **options)
     return q * 0.125, k, v, dout.contiguous(), table
 
 
@@ -98,9 +98,6 @@ def results(case: Case, name: str, tile: Tile | None) -> list[Tensor]:
     forward, backward = passes(case, name, tile)
     out, lse = forward()
     found = backward(out, lse)
-    if found.bias is not None:  # the single far distances have no gradients of their own
-        table = found.bias.new_zeros(case.heads, 2 * REACH + 1).float()
-        found = found._replace(bias=table.index_add_(1, distances(case), found.bias.float()))
     return [out, *(one for one in found if one is not None)]
 
 
@@ -128,18 +125,22 @@ def passes(case: Case, name: str, tile: Tile | None) -> tuple[Callable[..., Any]
     rows, keys = (range(case.sq),), (range(case.sk),)
     rule = Dropout(p=0.1, key=1234567890123456789, num_heads=case.heads, queries=rows, keys=keys)
     spec = MaskSpec(is_causal=case.is_causal, is_token=None if case.is_causal else is_token, dropout=rule)
-    bias = DistanceBias(table[:, distances(case)], REACH) if case.has_bias else None
+    bias = DistanceBias(table, buckets(case), REACH) if case.has_bias else None
     tiles = attention.tiles_of(q, bias)
     options: dict[str, Any] = {"scale": 1.0, "softcap": None, "bias": bias}
     options["tiles"] = tiles if tile is None else tiles._replace(**{name: tile})
-    options["kept"] = attention.memory_for_mask(q, k, rule)
+    options["kept"], options["masks"] = (
+        attention.memory_for_mask(q, k, rule),
+        attention.prepared(q, k, spec, bias),
+    )
     forward = partial(attention.forward, q, k, v, spec, **options)
     return forward, lambda out, lse: attention.backward(dout, q, k, v, out, lse, spec, **options)
 
 
-def distances(case: Case) -> Tensor:
-    """Return the place in the table of each distance."""
-    return torch.arange(1 - case.sq, case.sk, device="cuda").clamp(-REACH, REACH) + REACH
+def buckets(case: Case) -> Tensor:
+    """Return the bucket of each distance: of as many distances each, up to the reach."""
+    distances = torch.arange(1 - case.sq, case.sk, device="cuda").clamp(-REACH, REACH) + REACH
+    return (distances * (BUCKETS - 1) // (2 * REACH)).int()
 
 
 if __name__ == "__main__":

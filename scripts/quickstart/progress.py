@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
+
+_AVERAGED: Final = 10
+"""Iterations of a mean: the loss of one is noise."""
 
 
 def main() -> None:
@@ -69,9 +73,10 @@ def report(rows: list[dict[str, Any]]) -> str:
             losses.setdefault(row["iteration"], []).append(row["lm_loss"])
     if not losses:
         return "no iteration was logged"
-    first, last = min(losses), max(losses)
+    values = [losses[iteration][-1] for iteration in sorted(losses)]
+    first, last = (statistics.fmean(part) for part in (values[:_AVERAGED], values[-_AVERAGED:]))
     lines = [
-        f"training loss    {losses[first][-1]:.3f} at iteration {first}, {losses[last][-1]:.3f} at iteration {last}"
+        f"training loss    {first:.3f} in the first {_AVERAGED} iterations, {last:.3f} in the last ones (means)"
     ]
     if validations := [row["loss"] for row in rows if "validation" in row]:
         lines.append(

@@ -58,7 +58,7 @@ def test_the_divergence_and_its_gradient_are_those_of_torch(temperature: float, 
         ("", "--kd-layer-pairs final:final:mse --no-kd-balance-losses --kd-layer-loss-scale 0.7"),
         ("", "--kd-layer-pairs final:final:mse final:final:cosine --no-kd-skip-lm-loss"),
         ("tied chunkedloss", "--no-kd-skip-lm-loss --kd-temperature 2 --kd-loss reverse_kl"),
-        ("gemma2 padded40", "--no-kd-skip-lm-loss --kd-temperature 2"),
+        ("gemma2 padded120", "--no-kd-skip-lm-loss --kd-temperature 2"),
     ],
 )
 def test_the_head_trains_on_an_independent_sum_of_losses(words: str, flags: str) -> None:

@@ -117,7 +117,7 @@ def _maximum_per_rank() -> AbstractContextManager[Any]:
 DISTILLATION_FAULTS: dict[str, tuple[Patch, str]] = {
     "teacher with dropout": (_with_dropout, "dp2 teacher"),
     "square of the temperature missing": (_square_missing, "dp2 teacher"),
-    "teacher's logits of padded rows counted": (_padding_counted, "tp2 teacher padded40"),
+    "teacher's logits of padded rows counted": (_padding_counted, "tp2 teacher padded120"),
     "teacher's weights move": (_weights_move, "dp2 reverseteacher"),
     "teacher's stages overlap": (_stages_overlap, "pp2 teacher"),
     "gradient of matched layers counted per tensor rank": (_pairs_summed_over_ranks, "tp2 sp matchedlayers"),

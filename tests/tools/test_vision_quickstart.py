@@ -48,15 +48,8 @@ def test_held_out_images_are_new_and_right_answers_are_counted(tmp_path: Path) -
 def test_a_small_model_answers_questions_about_new_images(tmp_path: Path) -> None:
     run(SHAPES, tmp_path)
     tokenizer = tmp_path / "tokenizer.json"
-    run(
-        "scripts/quickstart/tokenizer.py",
-        "--input",
-        tmp_path / "corpus.jsonl",
-        "--output",
-        tokenizer,
-        "--vocab-size",
-        400,
-    )
+    words = ["--input", tmp_path / "corpus.jsonl", "--output", tmp_path, "--vocab-size", 400]
+    run("-m", "megatrain.tools.main", "tokenizer", "train", *words)
     run_folder = tmp_path / "run"
     run(
         "pretrain.py", "--config", "configs/quickstart_vision.yaml", "--image-data-path", tmp_path / "train.jsonl",

@@ -103,15 +103,26 @@ def test_a_broken_command_line_names_flag_and_remedy(
 
 
 def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    changed: dict[str, str | None] = {
-        "--num-layer": "4",
-        "--lr": "fast",
-        "--hidden-dropout": "1",
-        "--mock-data": None,
-    }
+    changed: dict[str, str | None] = {"--num-attention-heads": "5", "--min-lr": "1", "--mock-data": None}
     assert pretrain.main(command_line(changed)) == 2
     errors = capsys.readouterr().err
-    assert all(word in errors for word in ("--num-layer ", "--lr fast", "--hidden-dropout 1", "--data-path"))
+    assert all(word in errors for word in ("--num-attention-heads 5", "--min-lr 1", "--data-path"))
+
+
+def test_what_cannot_be_parsed_is_reported_before_pytorch_is_imported(tmp_path: Path) -> None:
+    """All of it at once, without the problems that follow from it, and with a record of the start."""
+    changed = {"--num-layers": None, "--num-layesr": "4", "--lr": "fast", "--save": str(tmp_path)}
+    code = f"import sys, pretrain; code = pretrain.main({command_line(changed)}); sys.exit(code + 90 * ('torch' in sys.modules))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith("error: 2 problems\n")
+    assert all(
+        word in ended.stderr
+        for word in ("--num-layesr is not a flag", "did you mean --num-layers?", "--lr fast")
+    )
+    assert "--lr fast" in (tmp_path / "status.json").read_text()
 
 
 def test_a_missing_checkpoint_is_exit_code_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

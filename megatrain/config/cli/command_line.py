@@ -16,7 +16,7 @@ from megatrain.config.cli.flag_words import FlagWords, list_words, split_flags
 from megatrain.config.cli.help_page import help_page
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
 from megatrain.config.cli.parse_value import BadValueError, RawValue, accepted_values, load_value
-from megatrain.config.cli.yaml_file import read_yaml
+from megatrain.config.cli.yaml_file import meant_setting, read_yaml
 from megatrain.config.errors import Problem
 from megatrain.config.megatron.flags import GivenFlag, aliases, answers, closest_flag, megatron_flags, renamed
 from megatrain.config.megatron.other_tools import OTHER_TOOLS
@@ -84,6 +84,7 @@ def flag_values(flag: FlagWords) -> Iterator[_Found]:
     setting = _setting_of(alias.path if alias else name)
     if setting is None:
         yield _unknown_flag(flag)
+        yield from meant_setting(closest_flag(flag.flag.lower()), flag.origin)
         return
     value = INVALID
     try:

@@ -1,7 +1,8 @@
-"""Configurations as YAML: sections with the names of the flags, `_` for `-`.
+"""Configurations as YAML: the names of the flags, `_` for `-`, in sections or flat.
 
+    seq_length: 1024
     model:
-      num_layers: 12     # run.yaml:2
+      num_layers: 12     # run.yaml:3
       swiglu: true       # --swiglu
 
 `--config` reads the output of `to_yaml` back to exactly the same values.
@@ -78,7 +79,19 @@ class _Reader:
         self.file = file
 
     def values(self, root: yaml.Node) -> Iterator[Given | GivenFlag | Problem]:
+        """Yield the values, each setting once: in its section, or flat."""
+        seen: dict[str, str] = {}
+        for found in self._values(root):
+            if isinstance(found, Given) and is_resolved(found.value):
+                place, first = found.origin.detail, seen.setdefault(found.path, found.origin.detail)
+                if first != place:
+                    name = found.path.partition(".")[2]
+                    yield Problem(f"{place}: {name} is given twice, first at {first}", "keep one of them")
+            yield found
+
+    def _values(self, root: yaml.Node) -> Iterator[Given | GivenFlag | Problem]:
         sections = {setting.section for setting in settings()}
+        flat = {setting.name: setting for setting in settings()}
         if not isinstance(root, yaml.MappingNode):
             yield Problem(
                 f"{self.place(root)}: expected sections", f"start with one of {', '.join(sorted(sections))}"
@@ -87,10 +100,12 @@ class _Reader:
         for key, node, problem in self.entries(root):
             if problem:
                 yield problem
-            elif key.value not in sections:
-                yield self.megatron_field(key, node) or self.unknown_section(key, sections)
-            elif isinstance(node, yaml.MappingNode):
+            elif key.value in sections and isinstance(node, yaml.MappingNode):
                 yield from self.section_values(key.value, node)
+            elif _name(key) in flat and not (key.value in sections and is_null(node)):
+                yield from self.value(flat[_name(key)], key, node)
+            elif key.value not in sections:
+                yield from self.answer(key, node, self.unknown_section(key, sections))
             elif not is_null(node):
                 yield Problem(
                     f"{self.place(key)}: {key.value} is a section, not {_shown(node)}",
@@ -106,10 +121,20 @@ class _Reader:
                 if not is_null(node) and node.value != "auto":
                     reason = REMOVED_SETTINGS[f"{section}.{key.value}"]
                     yield Problem(f"{self.place(key)}: {key.value} was removed: {reason}", "remove the line")
-            elif key.value not in fields:
-                yield self.megatron_field(key, node) or self.unknown_field(section, key, fields)
+            elif _name(key) not in fields:
+                yield from self.answer(key, node, self.unknown_field(section, key, fields))
             else:
-                yield from self.value(fields[key.value], key, node)
+                yield from self.value(fields[_name(key)], key, node)
+
+    def answer(
+        self, key: yaml.Node, node: yaml.Node, unknown: Problem
+    ) -> Iterator[Given | GivenFlag | Problem]:
+        """Answer a name that is no setting of its place; the setting that it means is not reported as missing."""
+        found = self.megatron_field(key, node) or unknown
+        yield found
+        if isinstance(found, Problem):
+            meant = closest_flag(flag_of(key.value).lower())
+            yield from meant_setting(meant, Origin("yaml", self.place(key)))
 
     def megatron_field(self, key: yaml.Node, node: yaml.Node) -> GivenFlag | Problem | None:
         """Answer a Megatron-LM flag that is not a setting, in any section; None: it is not a flag."""
@@ -159,17 +184,16 @@ class _Reader:
                 yield key, node, None
 
     def unknown_section(self, key: yaml.Node, sections: set[str]) -> Problem:
-        owners = [setting.section for setting in settings() if setting.name == key.value]
-        near = closest_name(key.value, sections)
-        if owners:
-            fix = f"move {key.value} below `{owners[0]}:`"
-        elif key.value in MEGATRON_SECTIONS:
+        elsewhere = closest_flag(flag_of(key.value).lower())
+        meant = filter(None, (*sections, elsewhere and elsewhere[2:].replace("-", "_")))
+        near = closest_name(key.value, meant)
+        if key.value in MEGATRON_SECTIONS:
             fix = "read Megatron-LM's files with --yaml-cfg"
         elif near:
             fix = f"did you mean {near}?"
         else:
-            fix = f"use one of the sections {', '.join(sorted(sections))}"
-        return Problem(f"{self.place(key)}: there is no section {key.value}", fix)
+            fix = f"see --help for the names, with `-` for `_`, or use one of the sections {', '.join(sorted(sections))}"
+        return Problem(f"{self.place(key)}: there is no setting and no section {key.value}", fix)
 
     def unknown_field(self, section: str, key: yaml.Node, names: Mapping[str, Setting]) -> Problem:
         owners = [setting.section for setting in settings() if setting.name == key.value]
@@ -188,6 +212,15 @@ class _Reader:
 
     def place(self, node: yaml.Node) -> str:
         return f"{self.file}:{node.start_mark.line + 1}"
+
+
+def meant_setting(flag: str | None, origin: Origin) -> Iterator[Given]:
+    """Yield the setting of the flag that a mistyped name means, as one whose value is not known: nothing follows from it."""
+    yield from (Given(setting.path, INVALID, origin) for setting in settings() if setting.flag == flag)
+
+
+def _name(key: yaml.Node) -> str:
+    return str(key.value).replace("-", "_")
 
 
 def _raw(setting: Setting, node: yaml.Node) -> RawValue:

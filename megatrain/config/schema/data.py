@@ -62,7 +62,7 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Data: files, and how they are split into samples."""
 
     data_path: tuple[str, ...] = ()
-    """Datasets, split by --split: prefix of a .bin and .idx file pair, several prefixes (each read once, in proportion to their sizes), or pairs of weight and prefix."""
+    """Datasets, split by --split: prefix of a .bin and .idx file pair, or text (.jsonl, .txt, .parquet, folders of them), which the first start tokenizes; several prefixes (each read once, in proportion to their sizes), or pairs of weight and prefix."""
     data_args_path: str | None = None
     """File with the values of --data-path."""
     train_data_path: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     object_storage_cache_path: str | None = setting(None, on_resume=SILENT, taken_by="")
     """Local folder for copies of the .idx files of datasets in object stores; their .bin files are read in ranges. Required for prefixes that are URLs, such as s3://bucket/data."""
     data_cache_path: str | None = setting(AUTO, on_resume=SILENT, taken_by="")
-    """Folder for the cached sample indices of large datasets. auto: `index_cache` next to the first dataset, or in --object-storage-cache-path. `null` in a YAML file: no cache."""
+    """Folder for the cached sample indices of large datasets, and for the datasets of text. auto: `index_cache` next to the first dataset, or in --object-storage-cache-path; `.tokenized` next to the text. `null` in a YAML file: no cache."""
     mid_level_dataset_surplus: float = setting(0.005, at_least=0, on_resume=ORDER)
     """Fraction of extra samples with which each dataset of a weighted blend is built."""
     full_validation: bool = False

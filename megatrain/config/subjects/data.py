@@ -35,7 +35,7 @@ def data_has_one_source(draft: Draft) -> Problems:
     if not given:
         yield Problem(
             "there is no training data: neither --data-path nor --mock-data is given",
-            "add --data-path PREFIX of a .bin and .idx pair (preprocess_data.py creates one), or --mock-data for synthetic data",
+            "add --data-path with text, such as corpus.jsonl, or the prefix of a .bin and .idx pair, or --mock-data for synthetic data",
         )
     elif len(given) > 1 and not set(given) <= set(_PER_SPLIT):
         yield Problem(
@@ -138,12 +138,21 @@ def datasets_are_duplicated(draft: Draft) -> Notes:
 @derives("data.data_cache_path")
 def data_cache_path(draft: Draft) -> DerivedValue:
     if not draft.facts.datasets:
-        return DerivedValue(None, "there are no files")
+        is_text = bool(draft.facts.untokenized)
+        return DerivedValue(
+            None, "next to the text, once it is tokenized" if is_text else "there are no files"
+        )
     if "://" in draft.facts.datasets[0].prefix:
         folder = draft.config.data.object_storage_cache_path or "."
         return DerivedValue(os.path.join(folder, "index_cache"), "in --object-storage-cache-path")  # noqa: PTH118
     folder = os.path.dirname(draft.facts.datasets[0].prefix)  # noqa: PTH120 (a path such as `./a` stays as it is)
     return DerivedValue(os.path.join(folder, "index_cache"), "next to the first dataset")  # noqa: PTH118
+
+
+@note("cost")
+def text_is_tokenized_first(draft: Draft) -> Notes:
+    for text in draft.facts.untokenized:
+        yield f"{text} is tokenized at the first start, or in advance by `megatrain data index`"
 
 
 @unproven("result")

@@ -12,6 +12,7 @@ from megatrain.config.fixes import Change, divisors, words
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule
 from megatrain.config.schema.lr_decay import LrDecay
+from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.user_function import LR_FUNCTION
 
@@ -263,6 +264,7 @@ def schedules_match_checkpoint(draft: Draft) -> Problems:
         yield Problem(
             f"the schedules differ from the checkpoint: {differences}\n  of the checkpoint: {former}\n  of this run: {own}",
             _batch_of_checkpoint(draft)
+            + _lengths_of_checkpoint(draft, stored.schedule)
             + "add --override-opt-param-scheduler to use the schedules of this run, or"
             " --use-checkpoint-opt-param-scheduler to use those of the checkpoint",
         )
@@ -278,6 +280,24 @@ def schedule_of_checkpoint_is_available(draft: Draft) -> Problems:
             f"the schedule of the checkpoint is the function {name}, and no code is run that only a checkpoint names",
             f"add --lr-decay-style {name} if you trust that code",
         )
+
+
+def _lengths_of_checkpoint(draft: Draft, stored: Mapping[str, Any]) -> str:
+    """Return the part of a fix that states the lengths of the checkpoint's schedules in samples, if only these changed."""
+    schedule, own = draft.config.schedule, draft.derived.schedule.to_dict()
+    lengths: dict[str, Any] = {}
+    replaced: dict[str, Any] = {}
+    for name in ("lr_warmup", "lr_decay", "lr_wsd_decay"):
+        length = stored.get(f"{name}_samples")
+        if length is None or length != int(length) or length == own[f"{name}_samples"]:
+            continue
+        lengths[f"schedule.{name}_samples"] = int(length)
+        others = {f"{name}_iters": 0 if name == "lr_warmup" else None, f"{name}_fraction": None}
+        replaced |= {f"schedule.{one}": none for one, none in others.items() if getattr(schedule, one, None)}
+    if not lengths or draft.breaks({**lengths, **replaced}):
+        return ""
+    instead = f" in place of {' and '.join(map(flag_of, replaced))}" if replaced else ""
+    return f"use {words(lengths)}{instead}, the same lengths in samples, which no batch size changes, or "
 
 
 def _batch_of_checkpoint(draft: Draft) -> str:

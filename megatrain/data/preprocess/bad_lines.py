@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
-from megatrain.config.errors import InputError
+from megatrain.config.errors import InputError, Problem
 from megatrain.data.files import report_write_errors
 from megatrain.data.preprocess.documents import BadLine
 from megatrain.storage.files import fsync, is_start_intact, open_regular
@@ -24,6 +24,10 @@ Policy = Literal["stop", "skip", "quarantine"]
 
 NUM_LOGGED: Final = 20
 """Bad lines that are logged; the others are only counted."""
+
+
+_NUM_REPORTED: Final = 10
+"""Bad lines of a chunk that the error of a run that stops has."""
 
 
 class BadLines:
@@ -55,12 +59,11 @@ class BadLines:
 
     def handle(self, bad_lines: Sequence[BadLine]) -> None:
         """Apply the policy. Raises InputError if it stops the run."""
+        if bad_lines and self._policy == "stop":
+            *problems, last = [Problem(str(bad), bad.fix) for bad in bad_lines[:_NUM_REPORTED]]
+            fix = f"{last.fix}, or skip such lines with --on-bad-line skip (or quarantine)"
+            raise InputError.of([*problems, Problem(last.text, fix)])
         for bad in bad_lines:
-            if self._policy == "stop":
-                raise InputError(
-                    str(bad),
-                    fix=f"{bad.fix}, or skip such lines with --on-bad-line skip (or quarantine)",
-                )
             self.num_lines += 1
             self._log_line(bad)
             if self._policy == "quarantine":

@@ -94,6 +94,14 @@ class InvalidDocumentError(Exception):
         self.fix = fix
 
 
+def texts_of(content: bytes | Row, chunk: Chunk, keys: Sequence[str]) -> list[list[str]]:
+    """Return the texts of a document, by key; plain text has one key. Raises InvalidDocumentError."""
+    if chunk.is_text:
+        assert isinstance(content, bytes)
+        return [parse_text(content, chunk.unit)]
+    return sentences_of(parse_line(content) if isinstance(content, bytes) else content, keys)
+
+
 def parse_text(content: bytes, unit: Unit) -> list[str]:
     """Return the text of a plain line or file, unchanged, as a list of one; blank text has no tokens: an empty list."""
     text = _decoded(content.removeprefix(codecs.BOM_UTF8), unit)

@@ -28,8 +28,7 @@ from megatrain.data.preprocess.documents import (
     Position,
     Row,
     parse_line,
-    parse_text,
-    sentences_of,
+    texts_of,
     without_null,
 )
 from megatrain.data.preprocess.sentences import SplitSettings, load_splitter
@@ -117,12 +116,7 @@ class ChunkEncoder:
         return EncodedChunk(keys, bad, len(documents), chunk.end)
 
     def _sentences(self, content: bytes | Row, chunk: Chunk) -> Any:
-        if chunk.is_text:
-            assert isinstance(content, bytes)
-            document = [parse_text(content, chunk.unit)]
-        else:
-            row = parse_line(content) if isinstance(content, bytes) else content
-            document = sentences_of(row, self._settings.json_keys)
+        document = texts_of(content, chunk, self._settings.json_keys)
         if self._splitter is None:
             return document
         return [list(itertools.chain.from_iterable(map(self._splitter, texts))) for texts in document]

@@ -194,6 +194,11 @@ _START_BYTES: Final = 512
 """Bytes of a file that are compared with its suffix."""
 
 
+def has_text_suffix(name: str) -> bool:
+    """Return whether the suffix of a name says that it is text, which a folder would be searched for."""
+    return _suffixes(Path(name))[0] in _CONTENTS
+
+
 def _missing(path: Path) -> Problem:
     if path.is_symlink():
         return Problem(f"{path}: is a broken link to {path.readlink()}", _GIVE_FILES)

@@ -37,10 +37,12 @@ class CuSeqlens(NamedTuple):
 class DistanceBias(NamedTuple):
     """Numbers that are added to scaled scores, a function of head and distance, key - query."""
 
-    values: Tensor
-    """[n, sq + sk - 1], of the distances from 1 - sq on."""
+    table: Tensor
+    """A number of each bucket and head, [buckets, n]."""
+    buckets: Tensor
+    """The bucket of each distance, int32 [sq + sk - 1], from 1 - sq on."""
     reach: int
-    """Distance from which on they are constant, in each direction."""
+    """Distance from which on the bucket is the same, in each direction."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,8 +86,8 @@ def fused_masked_attention(
         bias: added to scaled scores, in fp32; None: none.
         sums: of the gradients of q, k and v as columns of one tensor, or of q, and of k and v.
     """
-    values, reach = (None, 0) if bias is None else bias
-    out: Tensor = _FusedMaskedAttention.apply(q, k, v, values, reach, mask, scale, sums)
+    table, *others = (None, None, 0) if bias is None else bias
+    out: Tensor = _FusedMaskedAttention.apply(q, k, v, table, *others, mask, scale, sums)
     return out
 
 
@@ -98,29 +98,30 @@ class _FusedMaskedAttention(Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        values: Tensor | None,
+        table: Tensor | None,
+        buckets: Tensor | None,
         reach: int,
         mask: MaskSpec,
         scale: float,
         sums: Sequence[ColumnSums],
     ) -> Tensor:
-        bias = None if values is None else DistanceBias(values, reach)
-        kept = fused.memory_for_mask(q, k, mask.dropout)
-        out, lse = fused.forward(q, k, v, mask, scale=scale, softcap=None, bias=bias, kept=kept)
-        ctx.save_for_backward(q, k, v, out, lse, values, kept)
+        bias = None if table is None or buckets is None else DistanceBias(table, buckets, reach)
+        kept, masks = fused.memory_for_mask(q, k, mask.dropout), fused.prepared(q, k, mask, bias)
+        out, lse = fused.forward(q, k, v, mask, scale=scale, softcap=None, bias=bias, kept=kept, masks=masks)
+        ctx.save_for_backward(q, k, v, out, lse, table, buckets, kept, *masks)
         ctx.reach, ctx.mask, ctx.scale, ctx.sums = reach, mask, scale, sums
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, values, kept = ctx.saved_tensors
-        bias = None if values is None else DistanceBias(values, ctx.reach)
+        q, k, v, out, lse, table, buckets, kept, *masks = ctx.saved_tensors
+        bias = None if table is None else DistanceBias(table, buckets, ctx.reach)
         *found, sums = fused.backward(
             grads[0], q, k, v, out, lse, ctx.mask, scale=ctx.scale, softcap=None, bias=bias, kept=kept,
-            has_sums=bool(ctx.sums),
+            masks=fused.Prepared(*masks), has_sums=bool(ctx.sums),
         )  # fmt: skip
         if sums is not None:
             values_of_sums = sums if len(ctx.sums) > 1 else (torch.cat(sums),)
             for left, value in zip(ctx.sums, values_of_sums, strict=True):
                 left.value = value
-        return *found, None, None, None, None
+        return *found, None, None, None, None, None

@@ -4,9 +4,10 @@
     dq_of_queries   a tile of queries, all their keys                            -> dq, and dout . out for the next kernel
     dkdv_of_keys    a tile of keys, all their queries in all heads of the group  -> dk, dv
 
-Each result is written by one program: there are no atomic sums, and results are deterministic. For the gradient of a bias the
-second kernel also writes gradients of scores: those near the diagonal, where each distance has its own bias, and the sums of the
-others. Scores are fp32, the softmax has base 2. Causal masks, windows and documents are one range of keys per query, and one range of queries per key.
+Each result is written by one program: there are no atomic sums, and results are deterministic. With a bias dkdv_of_keys runs first
+and stores the gradients of scores, from which dq_of_scores computes dq, and which two more kernels sum by bucket of the bias: computed
+from scores a second time, with their bias, dq takes longer. Scores are fp32, the softmax has base 2. Causal masks, windows and
+documents are one range of keys per query, and one range of queries per key.
 
 Sources: FlashAttention-2, arXiv:2307.08691; `fused/attention_dropout.py` for the dropout mask.
 """
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
@@ -27,7 +27,7 @@ from megatrain.kernels.fused import attention_kernels as kernels
 from megatrain.kernels.fused.attention_dropout import stored_mask
 from megatrain.kernels.fused.launching import cdiv, is_fake, launch, power_of_two
 from megatrain.kernels.fused.random import halves
-from megatrain.kernels.fused.sums import column_sums
+from megatrain.kernels.fused.sums import PROGRAMS, column_sums
 
 
 class Tile(NamedTuple):
@@ -57,12 +57,14 @@ TILES = {
 }
 """Tiles by the least power of two that is at least the head width."""
 
-_BIASED = Tile(64, 128, 4, 2), Tile(64, 64, 4, 2, 168)
-"""Tiles of `forward` and `dq` with a bias, for the narrowest heads."""
+_BIASED = Tile(64, 128, 4, 2)
+"""The tile of `forward` with a bias, for the narrowest heads."""
+_OF_SCORES = Tile(64, 64, 4, 4)
+"""The tile of `dq` from gradients of scores."""
 _MARGIN = 128
 """A multiple of the queries and of the keys of all tiles."""
-_MAX_KEPT_BYTES = 2**29
-"""Bytes of the dropout mask of one launch, unless a group of heads needs more."""
+_MAX_BYTES = 2**30
+"""Bytes of dropout masks and gradients of scores of one launch, unless a group of heads needs more."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -73,19 +75,57 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     bias: Tensor | None
-    """Gradient of `DistanceBias.values`: beyond the reach the sum of each direction is right, not the single distances."""
+    """Gradient of `DistanceBias.table`, in fp32."""
     sums: tuple[Tensor, Tensor] | None = None
     """Sums over rows and samples of q's, [n d], and of k's and v's, [2 g d], in fp32."""
 
 
+class Prepared(NamedTuple):
+    """Padding and bias as kernels read them; without the one or the other any tensor."""
+
+    tokens: Tensor
+    bounds: Tensor
+    """Bounds of the tokens of each sample, see `kernels.tokens_of_samples`."""
+    bias: Tensor
+    """In the dtype of the table, [n, distances], with distances that only rows outside have, so that tiles load it without a mask."""
+    bias_2: Tensor
+    """The same to base 2, in fp32."""
+
+
+def prepared(q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias | None) -> Prepared:
+    """Compute what both passes read."""
+    tokens = bounds = wide = wide_2 = q
+    if mask.is_token is not None:
+        tokens, (b, sk) = mask.is_token.contiguous().view(torch.uint8), mask.is_token.shape
+        bounds = torch.empty(b, 2, dtype=torch.int32, device=q.device)
+        launch(kernels.tokens_of_samples, (b,), bounds, tokens, sk, BLOCK=1024)
+    if bias is not None:
+        table, n, (width, zero) = bias.table.contiguous(), q.shape[2], _distances(q, k)
+        wide = torch.empty(n, width, dtype=table.dtype, device=q.device)
+        wide_2 = torch.empty_like(wide, dtype=torch.float32)
+        first = zero + 1 - q.shape[0]
+        launch(
+            kernels.bias_of_distances, (cdiv(width, 1024), n), wide, wide_2, table, bias.buckets, first, len(bias.buckets), n, width, BLOCK=1024
+        )  # fmt: skip
+    return Prepared(tokens, bounds, wide, wide_2)
+
+
+def _distances(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Return the number of distances of `Prepared.bias`, and the place of distance 0."""
+    before, after = (cdiv(x.shape[0], _MARGIN) * _MARGIN for x in (q, k))
+    return before + after, before
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec,
-    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, kept: Tensor | None = None, tiles: Tiles | None = None,
+    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, kept: Tensor | None = None, masks: Prepared | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implement `AttentionKernel.forward`; masks have no `explicit`.
 
     Args:
         bias: added to the scaled scores; None: none.
+        masks: of `prepared`, if it is known.
         kept: of `memory_for_mask`, gets the mask of dropout; None: the backward pass computes it again.
     """
     (sq, b, n, _), tile = q.shape, (tiles or tiles_of(q, bias)).forward
@@ -96,9 +136,9 @@ def forward(
     launch(
         kernels.forward, (cdiv(sq, tile.queries), n, b),
         *_with_strides(q, k, v, out), lse, *((lse, 0) if kept is None else (kept, kept.shape[-1])),
-        lse if first is None else first, *_masks(q, k, mask, bias), *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout, q),
+        lse if first is None else first, *_masks(q, k, mask, bias, masks), *_numbers(q, k, mask, scale, softcap), *_dropout(mask.dropout, q),
         HAS_FIRST=first is not None, STORES_MASK=kept is not None, IS_ALIGNED=_is_aligned(mask.dropout),
-        **_constants(q, k, mask, softcap, bias, tile),
+        HAS_BIAS=bias is not None, **_constants(q, k, mask, softcap, tile),
     )  # fmt: skip
     return out, lse.permute(2, 0, 1)
 
@@ -120,56 +160,99 @@ def _mask_width(k: Tensor) -> int:
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec,
-    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, kept: Tensor | None = None,
+    *, scale: float, softcap: float | None, bias: DistanceBias | None = None, kept: Tensor | None = None, masks: Prepared | None = None,
     has_sums: bool = False, tiles: Tiles | None = None,
 ) -> Gradients:  # fmt: skip
-    """Implement `AttentionKernel.backward`; `bias` and `kept` as in `forward`. `has_sums`: sum the gradients too, if all heads are computed together."""
+    """Implement `AttentionKernel.backward`; arguments as in `forward`. `has_sums`: sum the gradients too."""
     (sq, b, n, d), (sk, _, g, _), rule = q.shape, k.shape, mask.dropout
-    width = _mask_width(k)
-    if rule is not None and kept is None and g > 1 and b * n * sq * width > _MAX_KEPT_BYTES:
-        return _backward_by_group(
-            dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, tiles=tiles
-        )
-    _, of_queries, of_keys = tiles or tiles_of(q, bias)
+    shape = (0, 0) if bias is None else tuple(cdiv(x.shape[0], _MARGIN) * _MARGIN for x in (k, q))
+    num_bytes = b * n * shape[0] * shape[1] * q.element_size()
+    if rule is not None and kept is None:
+        num_bytes += b * n * sq * _mask_width(k)
+    if g > 1 and num_bytes > _MAX_BYTES:
+        size = max(g * _MAX_BYTES // num_bytes, 1)
+        return _backward_by_groups(
+            size, dout, q, k, v, out, lse, mask, scale=scale, softcap=softcap, bias=bias, kept=kept, has_sums=has_sums, tiles=tiles
+        )  # fmt: skip
     dout, q, k, v, out = (_with_contiguous_channels(x) for x in (dout, q, k, v, out))
-    lse = lse.permute(1, 2, 0).contiguous()
+    _, of_queries, of_keys = tiles or tiles_of(q, bias)
     dq, dk, dv = _new_gradients(q, k)
-    lse_2, dout_dot_out = torch.empty_like(lse), torch.empty_like(lse)
-    scores = _ScoreGradients(lse, lse, (0, 0))
-    if bias is not None:
-        scores = _new_score_gradients(q, k, bias.reach, of_queries, is_causal=mask.is_causal)
-    first, masks, numbers = (
-        _first_keys(q, k, mask),
-        _masks(q, k, mask, bias),
-        _numbers(q, k, mask, scale, softcap),
-    )
-    if rule is None:
-        kept = lse
-    elif kept is None:
-        kept = stored_mask((b, n, sq), width, _dropout(rule, q), is_aligned=_is_aligned(rule))
-    of_rows = lse_2, dout_dot_out, kept, width
     tiles_q, tiles_k = cdiv(sq, of_queries.queries), cdiv(sk, of_keys.keys)
-    sums = lse, lse
+    lse = lse.permute(1, 2, 0).contiguous()
+    of_rows = torch.empty_like(lse), torch.empty_like(lse), *_mask_of(q, k, rule, kept)
+    sums, scores = (lse, lse), q
     if has_sums:
         sums = lse.new_empty(b * tiles_q, n * d), lse.new_empty(b * tiles_k, 2 * g * d)
-    launch(
-        kernels.dq_of_queries, (tiles_q, n, b),
-        *_with_strides(q, k, v, dout, out, dq), lse, *of_rows, *scores, sums[0], lse if first is None else first, *masks, scale, *numbers,
-        HAS_FIRST=first is not None, HAS_SUMS=has_sums, **_constants(q, k, mask, softcap, bias, of_queries),
-    )  # fmt: skip
-    end = None if first is None else _query_ends(first, sk)
-    launch(
-        kernels.dkdv_of_keys, (tiles_k, g, b),
-        *_with_strides(q, k, v, dout, dk, dv), *of_rows, sums[1], lse if end is None else end, *masks, scale, *numbers,
-        HAS_END=end is not None, HAS_SUMS=has_sums, **_constants(q, k, mask, softcap, bias, of_keys),
-    )  # fmt: skip
-    dbias = None
-    if bias is not None:
+    first, masks = _first_keys(q, k, mask), masks or prepared(q, k, mask, bias)
+    end = _query_ends(first, sk)
+    *padding, _, bias_at = _masks(q, k, mask, bias, masks)
+    numbers = scale, *_numbers(q, k, mask, scale, softcap)
+    if bias is None:
+        launch(
+            kernels.dq_of_queries, (tiles_q, n, b),
+            *_with_strides(q, k, v, dout, out, dq), lse, *of_rows, sums[0], lse if first is None else first, *padding, *numbers,
+            HAS_FIRST=first is not None, HAS_SUMS=has_sums, **_constants(q, k, mask, softcap, of_queries),
+        )  # fmt: skip
+    else:
         assert first is None, "a bias with windows or documents"
         assert softcap is None, "a bias with a softcap"
-        dbias = scores.sums_of_distances(sq, sk)
-        dbias = (dbias if rule is None else dbias * rule.factor).to(bias.values.dtype)
-    return Gradients(dq, dk, dv, dbias, (column_sums(sums[0]), column_sums(sums[1])) if has_sums else None)
+        scores = q.new_empty(b * n, *shape)
+        launch(
+            kernels.numbers_of_rows, (cdiv(sq, 64), n, b), *_with_strides(dout, out), lse, *of_rows[:2], sq, numbers[-1],
+            CHANNELS=d, PADDED=max(power_of_two(d), 16), QUERIES=64,
+        )  # fmt: skip
+    launch(
+        kernels.dkdv_of_keys, (tiles_k, g, b),
+        *_with_strides(q, k, v, dout, dk, dv), scores, shape, *of_rows, sums[1], lse if end is None else end, *padding, masks.bias, bias_at, *numbers,
+        HAS_END=end is not None, HAS_SUMS=has_sums, HAS_BIAS=bias is not None, **_constants(q, k, mask, softcap, of_keys),
+    )  # fmt: skip
+    dtable = None
+    if bias is not None:
+        far, factor = lse.new_empty(b, tiles_q, n, 2), scale * numbers[-1]
+        constants = _constants(q, k, mask, softcap, of_queries)
+        del constants["HAS_SOFTCAP"], constants["HAS_DROPOUT"]
+        launch(
+            kernels.dq_of_scores, (tiles_q, n, b), *_with_strides(k, dq), scores, shape, far, sums[0], *padding, bias.reach, factor, *numbers[1:4],
+            HAS_SUMS=has_sums, **constants,
+        )  # fmt: skip
+        dtable = _bias_gradient(scores, far, q, k, mask, bias, masks, of_queries)
+    return Gradients(dq, dk, dv, dtable, (column_sums(sums[0]), column_sums(sums[1])) if has_sums else None)
+
+
+def _mask_of(q: Tensor, k: Tensor, rule: Dropout | None, kept: Tensor | None) -> tuple[Tensor, int]:
+    """Return the mask of dropout, computed unless the forward pass stored it, and its width."""
+    (sq, b, n, _), width = q.shape, _mask_width(k)
+    if rule is None:
+        return q, width
+    if kept is None:
+        kept = stored_mask((b, n, sq), width, _dropout(rule, q), is_aligned=_is_aligned(rule))
+    return kept, width
+
+
+def _bias_gradient(
+    scores: Tensor, far: Tensor, q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias, masks: Prepared, tile: Tile
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the bias's table, fp32 [buckets, n], from gradients of scores and what `dq_of_scores` wrote to FAR with this tile."""
+    (sq, b, n, _), sk, (queries, keys, *_) = q.shape, k.shape[0], tile
+    assert queries % keys == 0, "tiles of queries begin where tiles of keys do"
+    assert sq == sk or not mask.is_causal, "as many queries as keys"
+    tiles, num = cdiv(sq, queries), power_of_two(len(bias.table))
+    first = -min((bias.reach + keys - 2) // keys * keys, (tiles - 1) * queries)
+    last = min((bias.reach + queries - 2) // keys * keys, (cdiv(sk, keys) - 1) * keys)
+    last = min(last, queries - keys) if mask.is_causal else last
+    places = (last - first) // keys + 1
+    parts = min(cdiv(PROGRAMS, places * n), b * tiles)
+    sums, dtable = far.new_empty(parts, places, n, num), far.new_empty(bias.table.shape)
+    launch(
+        kernels.gradients_near, (places, n, parts), scores, tuple(scores.shape[1:]), sums, bias.buckets, first, b, sq, sk, masks.tokens,
+        QUERIES=queries, KEYS=keys, NUM=num, IS_CAUSAL=mask.is_causal, HAS_PADDING=mask.is_token is not None,
+    )  # fmt: skip
+    keep_factor = 1.0 if mask.dropout is None else mask.dropout.factor
+    launch(
+        kernels.gradients_of_buckets, (n,), sums, far, bias.buckets, dtable, len(dtable), parts * places, b * tiles, sq + sk - 1, keep_factor,
+        NUM=num, BLOCK=64,
+    )  # fmt: skip
+    return dtable
 
 
 def _new_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -181,69 +264,41 @@ def _new_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     return q.new_empty(q.shape), *k.new_empty(sk, b, 2 * g, d).chunk(2, dim=2)
 
 
-class _ScoreGradients(NamedTuple):
-    """Gradients of scores that `dq_of_queries` stores for the gradient of a bias of distances."""
-
-    far: Tensor
-    """Sums over the tiles with one bias before and after each query, fp32 [b, n, 2, sq]."""
-    near: Tensor
-    """Gradients of the other tiles, [b, tiles, n, queries of a tile, width], in the dtype of q."""
-    near_at: tuple[int, int]
-    """The width, and the first key less the first query of a tile."""
-
-    def sums_of_distances(self, sq: int, sk: int) -> Tensor:
-        """Return the gradient of the bias, fp32 [n, sq + sk - 1]; that of far distances is a sum, in part at the first and the last one."""
-        _, _, n, queries, width = self.near.shape
-        sums = column_sums(self.near.flatten(0, 1).flatten(1))
-        # A key in column c has the distance c + first - i from query i: each row moves by one place from the row below it.
-        rows = pad(sums.view(n, queries, width).flip(1), (0, queries)).flatten(1)[:, :-queries]
-        near, zero = rows.view(n, queries, -1).sum(1), queries - 1 - self.near_at[1]
-        gradient = torch.zeros(n, sq + sk - 1, dtype=torch.float32, device=near.device)
-        start, end = max(1 - sq, -zero), min(sk, near.shape[1] - zero)
-        gradient[:, start + sq - 1 : end + sq - 1] = near[:, start + zero : end + zero]
-        far = self.far.sum((0, 3))
-        gradient[:, 0] += far[:, 0]
-        gradient[:, -1] += far[:, 1]
-        return gradient
-
-
-def _new_score_gradients(q: Tensor, k: Tensor, reach: int, tile: Tile, *, is_causal: bool) -> _ScoreGradients:
-    """Allocate them for tiles of `dq_of_queries`; see `DistanceBias` for the reach."""
-    (sq, b, n, _), sk, (queries, keys, *_) = q.shape, k.shape[0], tile
-    assert queries % keys == 0, "tiles of queries begin where tiles of keys do"
-    assert sq == sk or not is_causal, "as many queries as keys"
-    tiles = cdiv(sq, queries)
-    first = -min((reach + keys - 2) // keys * keys, (tiles - 1) * queries)
-    last = min((reach + queries - 2) // keys * keys, (cdiv(sk, keys) - 1) * keys)
-    width = (min(last, queries - keys) if is_causal else last) - first + keys
-    near = q.new_empty(b, tiles, n, queries, width)
-    return _ScoreGradients(q.new_empty(b, n, 2, sq, dtype=torch.float32), near, (width, first))
-
-
-def _backward_by_group(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec, *, bias: DistanceBias | None, **options: Any
+def _backward_by_groups(
+    size: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec,
+    *, bias: DistanceBias | None, kept: Tensor | None, has_sums: bool, **options: Any,
 ) -> Gradients:  # fmt: skip
-    """Compute `backward` for one group of heads after the other, as the dropout mask of all would be large."""
-    groups, rule = k.shape[2], mask.dropout
-    assert rule is not None
-    by_group = zip(*(x.chunk(groups, dim=2) for x in (dout, q, k, v, out, lse)), strict=True)
+    """Compute `backward` for `size` groups of heads after the other, as the memory of all would be large."""
+    rule, heads = mask.dropout, q.shape[2] // k.shape[2] * size
     found = []
-    for number, (dout, q, k, v, out, lse) in enumerate(by_group):  # noqa: PLR1704
-        heads = q.shape[2]
-        of_group = replace(mask, dropout=replace(rule, first_head=rule.first_head + number * heads))
-        values = None if bias is None else bias.values[number * heads : (number + 1) * heads]
-        own = None if bias is None or values is None else DistanceBias(values, bias.reach)
-        found.append(backward(dout, q, k, v, out, lse, of_group, bias=own, **options))
+    for first in range(0, q.shape[2], heads):
+        of_heads = slice(first, first + heads)
+        of_groups = slice(first // heads * size, (first // heads + 1) * size)
+        own_rule = None if rule is None else replace(rule, first_head=rule.first_head + first)
+        own_bias = None if bias is None else bias._replace(table=bias.table[:, of_heads])
+        found.append(
+            backward(
+                dout[:, :, of_heads], q[:, :, of_heads], k[:, :, of_groups], v[:, :, of_groups], out[:, :, of_heads], lse[:, :, of_heads],
+                replace(mask, dropout=own_rule), bias=own_bias, kept=None if kept is None else kept[:, of_heads].contiguous(), has_sums=has_sums, **options,
+            )
+        )  # fmt: skip
     dq, dk, dv = (torch.cat(parts, dim=2) for parts in zip(*(one[:3] for one in found), strict=True))
     of_bias = [one.bias for one in found if one.bias is not None]
-    return Gradients(dq, dk, dv, torch.cat(of_bias) if of_bias else None)
+    sums = None
+    if has_sums:
+        of_queries, of_keys = zip(*(one.sums for one in found if one.sums is not None), strict=True)
+        halves = zip(*(x.chunk(2) for x in of_keys), strict=True)
+        sums = torch.cat(of_queries), torch.cat([x for parts in halves for x in parts])
+    return Gradients(dq, dk, dv, torch.cat(of_bias, dim=1) if of_bias else None, sums)
 
 
 def tiles_of(q: Tensor, bias: DistanceBias | None = None) -> Tiles:
     """Return the tiles for the width of the heads."""
     width = max(power_of_two(q.shape[-1]), min(TILES))
-    is_biased = bias is not None and width == min(TILES)
-    return Tiles(*_BIASED, TILES[width].dkdv) if is_biased else TILES[width]
+    tiles = TILES[width]
+    if bias is None:
+        return tiles
+    return Tiles(_BIASED if width == min(TILES) else tiles.forward, _OF_SCORES, tiles.dkdv)
 
 
 def _with_contiguous_channels(x: Tensor) -> Tensor:
@@ -257,21 +312,13 @@ def _with_strides(*tensors: Tensor) -> Iterator[Any]:
         yield x.stride()[:3]
 
 
-def _masks(q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias | None) -> tuple[Any, ...]:
-    """Return the mask of padding with its bounds, the bias, and the distances of a head, the place of distance 0 in it, and the reach.
-
-    The bias is to base 2, and gets distances that only rows outside have, so that tiles load it without a mask.
-    """
-    tokens = bounds = q
-    if mask.is_token is not None:
-        tokens, (b, sk) = mask.is_token.contiguous().view(torch.uint8), mask.is_token.shape
-        bounds = torch.empty(b, 2, dtype=torch.int32, device=q.device)
-        launch(kernels.tokens_of_samples, (b,), bounds, tokens, sk, BLOCK=1024)
-    if bias is None:
-        return tokens, bounds, q, (0, 0, 0)
-    before, after = (cdiv(x.shape[0], _MARGIN) * _MARGIN for x in (q, k))
-    wide = pad(bias.values.float() * _LOG2_E, (before + 1 - q.shape[0], after - k.shape[0]))
-    return tokens, bounds, wide, (before + after, before, bias.reach)
+def _masks(
+    q: Tensor, k: Tensor, mask: MaskSpec, bias: DistanceBias | None, masks: Prepared | None
+) -> tuple[Any, ...]:
+    """Return the mask of padding with its bounds, the bias to base 2, the distances of a head, the place of distance 0 in it, and the reach."""
+    at = (0, 0, 0) if bias is None else (*_distances(q, k), bias.reach)
+    tokens, bounds, _, bias_2 = masks or prepared(q, k, mask, bias)
+    return tokens, bounds, bias_2, at
 
 
 def _first_keys(q: Tensor, k: Tensor, mask: MaskSpec) -> Tensor | None:
@@ -291,8 +338,10 @@ def _first_keys(q: Tensor, k: Tensor, mask: MaskSpec) -> Tensor | None:
     return first
 
 
-def _query_ends(first: Tensor, sk: int) -> Tensor:
-    """Return the row after the last query that attends to each key, apart from causality: int32 [b, sk]."""
+def _query_ends(first: Tensor | None, sk: int) -> Tensor | None:
+    """Return the row after the last query that attends to each key, apart from causality: int32 [b, sk]; None: the last one."""
+    if first is None:
+        return None
     keys = torch.arange(sk, dtype=torch.int32, device=first.device).expand(first.shape[0], sk)
     return torch.searchsorted(first, keys.contiguous(), right=True, out_int32=True)
 
@@ -328,9 +377,7 @@ def _spans(ranges: Sequence[range]) -> tuple[int, int, int]:
     return first.start, len(first), second.start - first.stop if len(ranges) > 1 else 0
 
 
-def _constants(
-    q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, bias: DistanceBias | None, tile: Tile
-) -> dict[str, Any]:
+def _constants(q: Tensor, k: Tensor, mask: MaskSpec, softcap: float | None, tile: Tile) -> dict[str, Any]:
     channels = q.shape[-1]
     return {
         "CHANNELS": channels,
@@ -341,7 +388,6 @@ def _constants(
         "HAS_SOFTCAP": softcap is not None,
         "HAS_DROPOUT": mask.dropout is not None,
         "HAS_PADDING": mask.is_token is not None,
-        "HAS_BIAS": bias is not None,
         "IS_EVEN": q.shape[0] % tile.queries == 0 and k.shape[0] % tile.keys == 0,
         "num_warps": tile.warps,
         "num_stages": tile.stages,

@@ -106,38 +106,50 @@ def keeps(query, first_key, spans, head, key, threshold, KEYS: tl.constexpr, IS_
         block = position(first_key + tl.arange(0, KEYS // 64) * 64, spans) // 8
         column = block[None, :, None, None] + tl.arange(0, 8)[None, None, None, :]
         number = tl.arange(0, 8)[None, None, :, None]
-        bits = _upper_bits(column, query[:, None, None, None], number, head, key)
-        return tl.reshape(bits, [query.shape[0], KEYS]) >= (tl.cast(threshold, tl.uint32) << 16)
+        w0, w1, w2, w3 = _philox(column, query[:, None, None, None], head, key)
+        word = tl.where(number < 4, tl.where(number < 2, w0, w1), tl.where(number < 6, w2, w3))
+        bits = tl.where(number % 2 == 0, word & 0xFFFF, word >> 16) | 0x4B000000
+        x = tl.reshape(bits, [query.shape[0], KEYS]).to(tl.float32, bitcast=True)
+        return tl.clamp(x - (8388607.0 + threshold), 0.0, 1.0)
     row = position(first_key + tl.arange(0, KEYS), spans)[None, :]
-    return _keeps(row // 64 * 8 + row % 8, query[:, None], row % 64 // 8, head, key, threshold)
+    return _keeps(row // 64 * 8 + row % 8, query[:, None], row % 64 // 8, head, key, threshold).to(tl.float32)
 
 
 @jit
 def store_kept(KEPT, signed, row, rows, first_key, width, KEYS: tl.constexpr):
     """Store the mask of a tile: of fp32 [queries, keys], which is negative where dropped."""
     queries: tl.constexpr = row.shape[0]
-    ones = tl.reshape(signed.to(tl.int32, bitcast=True) >> 31, [queries, KEYS // 64, 8, 8])
-    dropped = tl.xor_sum(ones & (1 << tl.arange(0, 8))[None, None, :, None], 2)
+    kept = tl.reshape(signed, [queries, KEYS // 64, 8, 8])
+    bits = tl.sum(kept * (1 << tl.arange(0, 8))[None, None, :, None].to(tl.float32), 2)
     place = tl.cast(row, tl.int64)[:, None, None] * width + _bytes_of_keys(first_key, KEYS)[None]
-    tl.store(KEPT + place, (dropped ^ 255).to(tl.uint8), mask=(row < rows)[:, None, None])
+    tl.store(KEPT + place, bits.to(tl.uint8), mask=(row < rows)[:, None, None])
 
 
 @jit
-def load_kept(KEPT, row, rows, first_key, width, KEYS: tl.constexpr):
-    """Load a stored mask, bool [queries, keys]."""
+def load_kept(KEPT, row, rows, first_key, width, KEYS: tl.constexpr, IS_INSIDE: tl.constexpr):
+    """Load a stored mask, 1.0 or 0.0 [queries, keys]."""
     queries: tl.constexpr = row.shape[0]
     query, key = row[:, None, None, None], _bytes_of_keys(first_key, KEYS)[None, :, None, :]
-    bits = tl.load(KEPT + tl.cast(query, tl.int64) * width + key, mask=query < rows, other=0)
-    return tl.reshape(bits.to(tl.int32) >> tl.arange(0, 8)[None, None, :, None] & 1, [queries, KEYS]) != 0
+    kept = KEPT + (tl.cast(query, tl.int64) * width + key)
+    byte = tl.load(kept) if IS_INSIDE else tl.load(kept, mask=query < rows, other=0)
+    return tl.reshape(_factors(byte, tl.arange(0, 8)[None, None, :, None]), [queries, KEYS])
 
 
 @jit
-def load_kept_by_key(KEPT, row, rows, first_key, width, KEYS: tl.constexpr):
-    """Load a stored mask transposed, bool [keys, queries]."""
+def load_kept_by_key(KEPT, row, rows, first_key, width, KEYS: tl.constexpr, IS_INSIDE: tl.constexpr):
+    """Load a stored mask transposed, [keys, queries]."""
     queries: tl.constexpr = row.shape[0]
     query, key = row[None, None, None, :], _bytes_of_keys(first_key, KEYS)[:, None, :, None]
-    bits = tl.load(KEPT + tl.cast(query, tl.int64) * width + key, mask=query < rows, other=0)
-    return tl.reshape(bits.to(tl.int32) >> tl.arange(0, 8)[None, :, None, None] & 1, [KEYS, queries]) != 0
+    kept = KEPT + (tl.cast(query, tl.int64) * width + key)
+    byte = tl.load(kept) if IS_INSIDE else tl.load(kept, mask=query < rows, other=0)
+    return tl.reshape(_factors(byte, tl.arange(0, 8)[None, :, None, None]), [KEYS, queries])
+
+
+@jit
+def _factors(byte, number):
+    """Return bits as 1.0 or 0.0, by a logical operation and a product: bit 23 + n alone is 2 ** (2 ** n - 127) in fp32."""
+    bit = (byte.to(tl.int32) << 23) & (0x800000 << number)
+    return bit.to(tl.float32, bitcast=True) * ((254 - (1 << number)) << 23).to(tl.float32, bitcast=True)
 
 
 @jit

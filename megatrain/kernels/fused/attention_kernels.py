@@ -1,16 +1,17 @@
 """The kernels of `fused/attention.py`.
 
-Programs of `forward` and `dq_of_queries` have the axes (tile of queries, head, sample), programs of `dkdv_of_keys` (tile of keys,
-group, sample). Each runs its loop up to five times: over the tiles at the beginning and at the end, where masks apply to some scores, and over
+Programs of `forward`, `numbers_of_rows`, `dq_of_queries` and `dq_of_scores` have the axes (tile of queries, head, sample), programs of `dkdv_of_keys`
+(tile of keys, group, sample). Each runs its loop up to five times: over the tiles at the beginning and at the end, where masks apply to some scores, and over
 those without a mask, with different biases or with one (`_parts`). Pointers and strides belong to [s, b, n, d]; the last stride is 1.
 
     sq, sk                  queries and keys; the last query has the position of the last key if IS_CAUSAL
     scale, to_base_2        factors of scores: in gradients, and in powers of two
     into_tanh               factor of q k before the tanh of softcaps
     IS_TOKEN, TOKENS        of each key of each sample, False for padding, and `tokens_of_samples`, if HAS_PADDING
-    BIAS, bias_at           to base 2, of each head and distance, key - query, if HAS_BIAS: elements of a head and before distance 0; reach
+    BIAS, bias_at           of `bias_of_distances`, if HAS_BIAS: elements of a head and before distance 0; reach
     LSE_2                   log-sum-exps to base 2; infinity, which makes probabilities 0, for queries without keys
-    DOUT_DOT_OUT            dout . out / keep_factor of each query: until they are stored, gradients of scores lack that factor
+    DOUT_DOT_OUT            dout . out / keep_factor of each query: until they are stored, gradients of inputs lack that factor
+    DSCORES                 gradients of scores, [b, n, scores_at[0] keys, scores_at[1] queries], if HAS_BIAS
     FIRST_SAMPLE .. threshold   the dropout stream, see `fused/attention_dropout.py`
     query_start .. key_jump the positions of queries and keys, see `position`
 """
@@ -87,18 +88,22 @@ def _is_far(start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constex
 
 @jit
 def _biased(
-    scores, BIAS, bias_at, head, start_row, start_key, to_base_2,
-    HAS_BIAS: tl.constexpr, IS_FAR: tl.constexpr, IS_BY_KEY: tl.constexpr = False,
+    scores, BIAS, bias_at, head, start_row, start_key, to_base_2, HAS_BIAS: tl.constexpr, IS_FAR: tl.constexpr, IS_BY_KEY: tl.constexpr = False
 ):  # fmt: skip
-    """Return scores of queries by keys, or of keys by queries, and what makes them powers of two: a factor, and a term of the tile."""
+    """Return scores of queries by keys, or of keys by queries, and what makes them powers of two: a factor, and a term of the tile.
+
+    BIAS is to base 2, or `by key` in the dtype of the inputs: 16 bits are loaded into registers, 32 through shared memory, which
+    takes longer, but 16 bits by query would give the mask of dropout another layout.
+    """
     if not HAS_BIAS:
         return scores, to_base_2, 0.0
+    log2_e: tl.constexpr = 1.4426950408889634 if IS_BY_KEY else 1.0
     BIAS += head * bias_at[0] + bias_at[1] + start_key - start_row
     if IS_FAR:
-        return scores, to_base_2, tl.load(BIAS)
+        return scores, to_base_2, tl.load(BIAS).to(tl.float32) * log2_e
     first, second = tl.arange(0, scores.shape[0])[:, None], tl.arange(0, scores.shape[1])[None, :]
     bias = tl.load(BIAS - second + first) if IS_BY_KEY else tl.load(BIAS - first + second)
-    return scores * to_base_2 + bias, 1.0, 0.0
+    return scores * (to_base_2 / log2_e) + bias.to(tl.float32), log2_e, 0.0
 
 
 @jit
@@ -125,18 +130,9 @@ def _parts(
 
 @jit
 def _key_bounds(
-    FIRST,
-    TOKENS,
-    sample,
-    tile,
-    sq,
-    sk,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-):
+    FIRST, TOKENS, sample, tile, sq, sk,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_PADDING: tl.constexpr,
+):  # fmt: skip
     """Return four bounds of keys: the first, those between which all queries of a tile attend to all keys, and the last."""
     start, full_start, full_end, end = 0, 0, sk, sk
     if IS_CAUSAL:
@@ -242,14 +238,9 @@ def forward(
             maximum, total = new_maximum, total * rescale + tl.sum(probs, 1)
             if HAS_DROPOUT:
                 kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
-                if (
-                    STORES_MASK
-                ):  # from the signs of probabilities; else the compiler computes a second mask to store
-                    probs = tl.where(kept, probs, -1)
-                    store_kept(KEPT, probs, row, sq, start_key, kept_width, KEYS)
-                    probs = tl.maximum(probs, 0)
-                else:  # a product, as the compiler selects after the cast to 16 bits, which takes more instructions
-                    probs *= tl.where(kept, 1.0, 0.0)
+                if STORES_MASK:
+                    store_kept(KEPT, kept + probs * 0, row, sq, start_key, kept_width, KEYS)
+                probs *= kept
             v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part > 1)
             out = tl.dot(probs.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
     out *= (keep_factor / tl.where(total == 0, 1, total))[:, None]
@@ -273,37 +264,63 @@ def tokens_of_samples(TOKENS, IS_TOKEN, sk, BLOCK: tl.constexpr):
 
 
 @jit
-def _near(NEAR, near_at, sample, tile, head, end, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Return pointers of a tile's gradients of scores near the diagonal, to which its first key is added; set tiles without any to 0."""
-    first = tile * QUERIES + near_at[1]
-    own = (sample.to(tl.int64) * tl.num_programs(0) + tile) * tl.num_programs(1) + head
-    row, key = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
-    near = NEAR + own * QUERIES * near_at[0] - first + (row * near_at[0] + key)
-    for start_key in tl.range(first, first + near_at[0], KEYS):
-        if (start_key < 0) | (start_key >= end):
-            tl.store(near + start_key, tl.zeros([QUERIES, KEYS], NEAR.dtype.element_ty))
-    return near
+def bias_of_distances(WIDE, WIDE_2, TABLE, BUCKETS, first, distances, heads, width, BLOCK: tl.constexpr):
+    """Write the bias of a head and distance from TABLE [buckets, heads], and to base 2; columns outside have the nearest distance."""
+    column, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    bucket = tl.load(BUCKETS + tl.minimum(tl.maximum(column - first, 0), distances - 1))
+    bias = tl.load(TABLE + bucket * heads + head)
+    tl.store(WIDE + head * width + column, bias, mask=column < width)
+    tl.store(WIDE_2 + head * width + column, bias.to(tl.float32) * 1.4426950408889634, mask=column < width)
 
 
 @jit
-def _of_bias(
-    dscores, near, start_row, start_key, reach, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_NEAR: tl.constexpr
+def _numbers_of_rows(dout, out, LSE, LSE_2, DOUT_DOT_OUT, rows, row, sq, keep_factor):
+    """Store and return the log-sum-exps to base 2 and dout . out of a tile of queries of a head, whose numbers begin with `rows`."""
+    dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_factor
+    tl.store(DOUT_DOT_OUT + rows + row, dout_dot_out, mask=row < sq)
+    lse = tl.load(LSE + rows + row, mask=row < sq, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(LSE_2 + rows + row, lse, mask=row < sq)
+    return lse, dout_dot_out
+
+
+@jit
+def _load_numbers(LSE_2, DOUT_DOT_OUT, row, sq, IS_INSIDE: tl.constexpr):
+    """Load them."""
+    if IS_INSIDE:
+        return tl.load(LSE_2 + row), tl.load(DOUT_DOT_OUT + row)
+    lse = tl.load(LSE_2 + row, mask=row < sq, other=float("inf"))
+    return lse, tl.load(DOUT_DOT_OUT + row, mask=row < sq, other=0)
+
+
+@jit
+def numbers_of_rows(
+    DOUT, OUT, dout_at, out_at, LSE, LSE_2, DOUT_DOT_OUT, sq, keep_factor,
+    CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of a tile near the diagonal; return the sums of those of a tile with one bias, before and after the queries."""
-    is_far = _is_far(start_row, start_key, reach, QUERIES, KEYS)
-    if HAS_NEAR:
-        tl.store(near + start_key, dscores.to(near.dtype.element_ty), mask=is_far == 0)
-    far = tl.where(is_far, tl.sum(dscores, 1), 0)
-    return tl.where(start_key < start_row, far, 0), tl.where(start_key < start_row, 0, far)
+    start_row, head, sample = tl.program_id(0) * QUERIES, tl.program_id(1), tl.program_id(2)
+    DOUT, OUT = _at(DOUT, dout_at, sample, head), _at(OUT, out_at, sample, head)
+    dout = _load(DOUT, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
+    out = _load(OUT, start_row, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
+    rows, row = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq, start_row + tl.arange(0, QUERIES)
+    _numbers_of_rows(dout, out, LSE, LSE_2, DOUT_DOT_OUT, rows, row, sq, keep_factor)
+
+
+@jit
+def _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Return the pointers to a tile of gradients of scores, [keys, queries]."""
+    row, key = tl.arange(0, QUERIES)[None, :], tl.arange(0, KEYS)[:, None]
+    start = (of_head * scores_at[0] + start_key) * scores_at[1] + start_row
+    return DSCORES + start + (key * scores_at[1] + row)
 
 
 @_kernel
 def dq_of_queries(
-    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, FAR, NEAR, near_at, SUMS, FIRST, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, OUT, DQ, q_at, k_at, v_at, dout_at, out_at, dq_at, LSE, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, SUMS, FIRST, IS_TOKEN, TOKENS,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_FIRST: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
     tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     Q, DOUT = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
@@ -317,24 +334,14 @@ def dq_of_queries(
     q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
     dout = _load(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
     out = _load(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
-    dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) / keep_factor
     of_head = (sample.to(tl.int64) * tl.num_programs(1) + head) * sq
-    tl.store(DOUT_DOT_OUT + of_head + row, dout_dot_out, mask=row < sq)
-    lse = tl.load(LSE + of_head + row, mask=row < sq, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    tl.store(LSE_2 + of_head + row, lse, mask=row < sq)
+    lse, dout_dot_out = _numbers_of_rows(dout, out, LSE, LSE_2, DOUT_DOT_OUT, of_head, row, sq, keep_factor)
     dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
-    before, after = tl.zeros([QUERIES], dtype=tl.float32), tl.zeros([QUERIES], dtype=tl.float32)
     bounds = _key_bounds(
         FIRST, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_FIRST, HAS_PADDING
     )
-    starts, ends = _parts(bounds, tile * QUERIES, bias_at[2], QUERIES, KEYS, HAS_BIAS, False)
-    if HAS_BIAS:
-        near = _near(NEAR, near_at, sample, tile, head, bounds[3], QUERIES, KEYS)
-    for part in tl.static_range(
-        0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2,
-        3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
-    ):
+    starts, ends = _parts(bounds, tile * QUERIES, 0, QUERIES, KEYS, False, False)
+    for part in tl.static_range(0 if HAS_FIRST else 1 if IS_CAUSAL or HAS_PADDING or not IS_EVEN else 2, 3):
         for start_key in tl.range(starts[part], ends[part], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
             k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True)
@@ -342,36 +349,127 @@ def dq_of_queries(
             scores = tl.dot(q, k, input_precision="ieee")
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
-            scores, factor, term = _biased(
-                scores, BIAS, bias_at, head, tile * QUERIES, start_key, to_base_2, HAS_BIAS, part > 2
-            )
-            probs = tl.exp2(scores * factor - (lse - term)[:, None])
-            probs = _masked(
-                probs, 0, row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
-            )  # fmt: skip
+            probs = tl.exp2(scores * to_base_2 - lse[:, None])
             dprobs = tl.dot(dout, v, input_precision="ieee")
-            dropped = probs
             if HAS_DROPOUT:
-                kept = load_kept(KEPT + of_head * kept_width, row, sq, start_key, kept_width, KEYS)
-                dropped = tl.where(kept, probs, 0)
-            dscores = dropped * dprobs - probs * dout_dot_out[:, None]
+                bits = KEPT + of_head * kept_width
+                dprobs *= load_kept(bits, row, sq, start_key, kept_width, KEYS, IS_EVEN)
+            dscores = probs * (dprobs - dout_dot_out[:, None])
             if HAS_SOFTCAP:
                 dscores *= 1 - scores * scores
-            if HAS_BIAS:
-                sums = _of_bias(dscores, near, tile * QUERIES, start_key, bias_at[2], QUERIES, KEYS, part < 3)
-                before, after = before + sums[0], after + sums[1]
+            dscores = _masked(
+                dscores, 0, row, key_row, first, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, HAS_FIRST, HAS_PADDING
+            )  # fmt: skip
             dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
     place = (sample * tl.num_programs(0) + tile) * tl.num_programs(1) + head
     _store(DQ, dq * (scale * keep_factor), tile * QUERIES, dq_at[0], sq, CHANNELS, SUMS, place, HAS_SUMS)
-    if HAS_BIAS:
-        FAR += (sample.to(tl.int64) * tl.num_programs(1) + head) * 2 * sq + row
-        tl.store(FAR, before, mask=row < sq)
-        tl.store(FAR + sq, after, mask=row < sq)
+
+
+@jit
+def dq_of_scores(
+    K, DQ, k_at, dq_at, DSCORES, scores_at, FAR, SUMS, IS_TOKEN, TOKENS, reach, factor, sq, sk, heads_per_group,
+    CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, IS_EVEN: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Compute dq, and sum gradients of scores of tiles with one bias before and after the queries: -> FAR, fp32 [b, tiles, n, 2]."""
+    tile, head, sample = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    K, DQ = _at(K, k_at, sample, head // heads_per_group), _at(DQ, dq_at, sample, head)
+    start_row, of_head = tile * QUERIES, sample.to(tl.int64) * tl.num_programs(1) + head
+    row = start_row + tl.arange(0, QUERIES)
+    dq = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
+    place = (sample * tl.num_programs(0) + tile) * tl.num_programs(1) + head
+    bounds = _key_bounds(TOKENS, TOKENS, sample, tile, sq, sk, QUERIES, KEYS, IS_CAUSAL, False, HAS_PADDING)
+    starts, ends = _parts(bounds, start_row, reach, QUERIES, KEYS, True, False)
+    before, after = 0.0, 0.0
+    for part in tl.static_range(1, 4 if IS_CAUSAL else 5):
+        far = tl.zeros([QUERIES, KEYS], dtype=tl.float32)
+        for start_key in tl.range(starts[part], ends[part], KEYS):
+            key_row = start_key + tl.arange(0, KEYS)
+            k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part > 1)
+            stored = _scores_at(DSCORES, scores_at, of_head, start_row, start_key, QUERIES, KEYS)
+            dscores = tl.load(stored) if IS_EVEN else tl.load(stored, mask=row[None, :] < sq, other=0)
+            dscores = _masked(
+                tl.trans(dscores), 0, row, key_row, 0, sq, sk, IS_TOKEN, sample, part < 2, IS_CAUSAL, False, HAS_PADDING
+            )  # fmt: skip
+            if part > 2:
+                far += dscores.to(tl.float32)
+            elif part < 2:
+                is_far = _is_far(start_row, start_key, reach, QUERIES, KEYS)
+                sums = tl.where(is_far, tl.sum(tl.sum(dscores.to(tl.float32), 1), 0), 0)
+                before += tl.where(start_key < start_row, sums, 0)
+                after += tl.where(start_key < start_row, 0, sums)
+            dq = tl.dot(dscores, k, dq, input_precision="ieee")
+        if part == 3:
+            before += tl.sum(tl.sum(far, 1), 0)
+        elif part == 4:
+            after += tl.sum(tl.sum(far, 1), 0)
+    _store(DQ, dq * factor, start_row, dq_at[0], sq, CHANNELS, SUMS, place, HAS_SUMS)
+    tl.store(FAR + 2 * place, before)
+    tl.store(FAR + 2 * place + 1, after)
+
+
+@jit
+def gradients_near(
+    DSCORES, scores_at, SUMS, BUCKETS, first, samples, sq, sk, IS_TOKEN,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, NUM: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr,
+):  # fmt: skip
+    """Sum gradients of scores by bucket, of tiles whose first key is their first query + `first` + KEYS * place: -> SUMS, fp32 [parts, places, n, NUM]."""
+    place, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tiles, start = tl.cdiv(sq, QUERIES), first + place * KEYS
+    total = tl.zeros([KEYS, QUERIES], dtype=tl.float32)
+    for number in tl.range(part, samples * tiles, tl.num_programs(2)):
+        sample, start_row = number // tiles, number % tiles * QUERIES
+        row, key = start_row + tl.arange(0, QUERIES), start_row + start + tl.arange(0, KEYS)
+        is_key = (key >= 0) & (key < sk)
+        if HAS_PADDING:
+            is_key = is_key & (
+                tl.load(IS_TOKEN + tl.cast(sample, tl.int64) * sk + key, mask=is_key, other=0) != 0
+            )
+        allowed = is_key[:, None] & (row < sq)[None, :]
+        if IS_CAUSAL:
+            allowed = allowed & (key[:, None] <= row[None, :])
+        of_head = tl.cast(sample, tl.int64) * tl.num_programs(1) + head
+        pointer = _scores_at(DSCORES, scores_at, of_head, start_row, start_row + start, QUERIES, KEYS)
+        total += tl.load(pointer, mask=allowed, other=0).to(tl.float32)
+    distance = start + tl.arange(0, KEYS)[:, None] - tl.arange(0, QUERIES)[None, :]
+    is_distance = (distance > -sq) & (distance < sk)
+    buckets = tl.load(BUCKETS + distance + sq - 1, mask=is_distance, other=-1)
+    sums = tl.zeros([NUM], dtype=tl.float32)
+    lowest = tl.min(tl.min(tl.where(is_distance, buckets, NUM), 1), 0)
+    for bucket in tl.range(lowest, tl.max(tl.max(buckets, 1), 0) + 1):
+        of_bucket = tl.sum(tl.sum(tl.where(buckets == bucket, total, 0), 1), 0)
+        sums = tl.where(tl.arange(0, NUM) == bucket, of_bucket, sums)
+    SUMS += ((part * tl.num_programs(0) + place) * tl.num_programs(1) + head) * NUM
+    tl.store(SUMS + tl.arange(0, NUM), sums)
+
+
+@jit
+def gradients_of_buckets(
+    SUMS, FAR, BUCKETS, DTABLE, num_buckets, num_sums, far_tiles, distances, keep_factor, NUM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Sum the gradients of a head by bucket: -> DTABLE, fp32 [buckets, n]."""
+    head, heads, bucket = tl.program_id(0), tl.num_programs(0), tl.arange(0, NUM)
+    sums = tl.zeros([BLOCK, NUM], dtype=tl.float32)
+    for start in tl.range(0, num_sums, BLOCK):
+        number = start + tl.arange(0, BLOCK)[:, None]
+        sums += tl.load(
+            SUMS + (number * heads + head) * NUM + bucket[None, :], mask=number < num_sums, other=0
+        )
+    before, after = tl.zeros([BLOCK], dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.float32)
+    for start in tl.range(0, far_tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        far = FAR + (tile * heads + head) * 2
+        before += tl.load(far, mask=tile < far_tiles, other=0)
+        after += tl.load(far + 1, mask=tile < far_tiles, other=0)
+    total = tl.sum(sums, 0)
+    total += tl.where(bucket == tl.load(BUCKETS), tl.sum(before, 0), 0)
+    total += tl.where(bucket == tl.load(BUCKETS + distances - 1), tl.sum(after, 0), 0)
+    tl.store(DTABLE + bucket * heads + head, total * keep_factor, mask=bucket < num_buckets)
 
 
 @_kernel
 def dkdv_of_keys(
-    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, SUMS, END, IS_TOKEN, TOKENS, BIAS, bias_at,
+    Q, K, V, DOUT, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, DSCORES, scores_at, LSE_2, DOUT_DOT_OUT, KEPT, kept_width, SUMS, END, IS_TOKEN, TOKENS, BIAS, bias_at,
     scale, sq, sk, heads_per_group, into_tanh, to_base_2, keep_factor,
     HAS_END: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -396,7 +494,8 @@ def dkdv_of_keys(
     starts, last_rows = _parts(bounds, start_key, bias_at[2], KEYS, QUERIES, HAS_BIAS, True)
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
         Q_HEAD, DOUT_HEAD = _at(Q, q_at, sample, head), _at(DOUT, dout_at, sample, head)
-        of_head = (sample.to(tl.int64) * tl.num_programs(1) * heads_per_group + head) * sq
+        number = sample.to(tl.int64) * tl.num_programs(1) * heads_per_group + head
+        of_head = number * sq
         for part in tl.static_range(
             0 if HAS_END or not IS_EVEN else 1 if IS_CAUSAL else 2,
             3 if not HAS_BIAS else 4 if IS_CAUSAL else 5,
@@ -407,8 +506,7 @@ def dkdv_of_keys(
                     Q_HEAD, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, part > 1, IS_TRANSPOSED=True
                 )
                 dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part > 1)
-                lse = tl.load(LSE_2 + of_head + row, mask=row < sq, other=float("inf"))
-                dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
+                lse, dout_dot_out = _load_numbers(LSE_2 + of_head, DOUT_DOT_OUT + of_head, row, sq, part > 1)
                 scores = tl.dot(k, q, input_precision="ieee")  # of keys by queries
                 if HAS_SOFTCAP:
                     scores = _tanh(scores, into_tanh)
@@ -417,19 +515,21 @@ def dkdv_of_keys(
                 )  # fmt: skip
                 probs = tl.exp2(scores * factor - (lse - term)[None, :])
                 probs = _masked_by_key(probs, row, key_row, ends, sk - sq, part < 2, IS_CAUSAL)
-                dropped = probs
-                if HAS_DROPOUT:  # until the products, the sign of a probability says whether it is dropped
-                    kept = load_kept_by_key(KEPT + of_head * kept_width, row, sq, start_key, kept_width, KEYS)
-                    probs = tl.where(kept, probs, -probs)
-                    dropped = tl.maximum(probs, 0)
+                kept = 1.0
+                if HAS_DROPOUT:
+                    bits = KEPT + of_head * kept_width
+                    kept = load_kept_by_key(bits, row, sq, start_key, kept_width, KEYS, part > 1)
+                dropped = probs * kept
                 dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
                 dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")
-                if HAS_DROPOUT:
-                    dropped, probs = tl.maximum(probs, 0), tl.abs(probs)
-                dscores = dropped * dprobs - probs * dout_dot_out[None, :]
+                dscores = probs * (dprobs * kept - dout_dot_out[None, :])
                 if HAS_SOFTCAP:
                     dscores *= 1 - scores * scores
-                dk = tl.dot(dscores.to(q.dtype), tl.trans(q), dk, input_precision="ieee")
+                dscores = dscores.to(q.dtype)
+                if HAS_BIAS:
+                    stored = _scores_at(DSCORES, scores_at, number, start_row, start_key, QUERIES, KEYS)
+                    tl.store(stored, dscores)
+                dk = tl.dot(dscores, tl.trans(q), dk, input_precision="ieee")
     if HAS_PADDING:  # each row of dk and dv is that of one key
         keys_are_tokens = _is_token(IS_TOKEN, sample, key_row, sk)[:, None]
         dk, dv = tl.where(keys_are_tokens, dk, 0), tl.where(keys_are_tokens, dv, 0)
@@ -441,15 +541,8 @@ def dkdv_of_keys(
 
 @jit
 def _query_bounds(
-    END,
-    start_key,
-    sq,
-    sk,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_END: tl.constexpr,
-):
+    END, start_key, sq, sk, QUERIES: tl.constexpr, KEYS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_END: tl.constexpr
+):  # fmt: skip
     """Return four bounds of queries, as `_key_bounds` does of keys."""
     start, full_start, full_end, end = 0, 0, sq, sq
     if HAS_END:

@@ -9,6 +9,8 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
 _ROWS, _COLUMNS = 32, 128
 """Tile size: each row of a tile is 256 contiguous bytes in bf16."""
+_FEW_ROWS = 1024
+"""As many rows, as kernels leave them, are summed by one launch, in tiles of four times the rows of a quarter of the columns."""
 PROGRAMS = 132 * 8
 """Number of programs that saturates an H200's memory bandwidth."""
 _BLOCK = 2048
@@ -16,16 +18,19 @@ _BLOCK = 2048
 
 
 def column_sums(x: Tensor, total: Tensor | None = None) -> Tensor:
-    """Return x.sum(0) in fp32, or add it to `total`: sums of a few hundred groups of rows, and their sum."""
+    """Return x.sum(0) in fp32, or add it to `total`; of many rows sums of at most a few hundred groups, and their sum."""
     x = x.contiguous()
     rows, columns = x.shape
-    strips = cdiv(columns, _COLUMNS)
-    groups = min(cdiv(rows, _ROWS), cdiv(PROGRAMS, strips))
-    sums = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
-    out = torch.empty(columns, dtype=torch.float32, device=x.device) if total is None else total
     tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    launch(_sum, (strips, groups), x, sums, rows, columns, groups, ADDS=False, **tile)
-    launch(_sum, (strips, 1), sums, out, groups, columns, 1, ADDS=total is not None, **tile)
+    out = torch.empty(columns, dtype=torch.float32, device=x.device) if total is None else total
+    if rows > _FEW_ROWS:
+        strips = cdiv(columns, _COLUMNS)
+        groups = min(cdiv(rows, _ROWS), cdiv(PROGRAMS, strips))
+        sums = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
+        launch(_sum, (strips, groups), x, sums, rows, columns, groups, ADDS=False, **tile)
+        x, rows = sums, groups
+    tile = {"ROWS": 4 * _ROWS, "COLUMNS": _COLUMNS // 4}
+    launch(_sum, (cdiv(columns, _COLUMNS // 4), 1), x, out, rows, columns, 1, ADDS=total is not None, **tile)
     return out
 
 

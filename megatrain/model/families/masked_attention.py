@@ -49,7 +49,7 @@ class MaskedAttention(ShardedModule):
             self.tied_to = (context.relative_positions,)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
-        is_token, dropout = self.is_token(info), self.dropout(q, k, info)
+        is_token, dropout = None if self.is_causal else info.is_token, self.dropout(q, k, info)
         if self.kernel == "triton":
             spec = MaskSpec(is_causal=self.is_causal, is_token=is_token, dropout=dropout)
             by_distance = self.positions.bias_of_distances(q.shape[0], k.shape[0]) if self.has_bias else None
@@ -67,13 +67,6 @@ class MaskedAttention(ShardedModule):
         else:
             out = masked_attention(q, k, v, mask=mask, bias=bias, scale=self.scale)
         return out.flatten(2)
-
-    def is_token(self, info: PassInfo) -> Tensor | None:
-        """Return True for keys to attend to, bool [b, sk]; None: all, or those up to the query."""
-        if self.is_causal or info.is_token is None:
-            return None
-        # The first token of a sample is none of padding; of a sample that is all padding, queries need a key.
-        return info.is_token | (torch.arange(info.is_token.shape[1], device=info.is_token.device) == 0)
 
     @property
     def positions(self) -> RelativePositions:

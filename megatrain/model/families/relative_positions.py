@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatrain.config.model_spec.relative_positions import RelativePositionSpec
 from megatrain.kernels.attention.interface import DistanceBias
-from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.model import functions
 from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -52,23 +51,17 @@ class RelativePositions(ShardedModule):
         return weight[buckets].permute(2, 0, 1).unsqueeze(0)
 
     def bias_of_distances(self, num_queries: int, num_keys: int) -> DistanceBias:
-        """Return the same by distance, in the accumulation dtype.
-
-        It is a product, whose gradient is deterministic and takes one product too.
-        """
+        """Return the same by distance, with a gradient of the table in fp32."""
         weight = functions.weight_of(self, "weight")
-        kind = accumulation_dtype(weight.dtype)
-        of_buckets = _selection(self.spec, num_queries, num_keys, weight.device, kind)
-        return DistanceBias(weight.to(kind).t() @ of_buckets, self.spec.max_distance)
+        buckets = _buckets_of_distances(self.spec, num_queries, num_keys, weight.device)
+        return DistanceBias(weight, buckets, self.spec.max_distance)
 
 
 @functools.lru_cache(maxsize=8)
-def _selection(
-    spec: RelativePositionSpec, num_queries: int, num_keys: int, device: torch.device, dtype: torch.dtype
+def _buckets_of_distances(
+    spec: RelativePositionSpec, num_queries: int, num_keys: int, device: torch.device
 ) -> Tensor:
-    """Return 1 for the bucket of each distance, else 0: [buckets, sq + sk - 1]."""
-    buckets = bucket_of(torch.arange(1 - num_queries, num_keys, device=device), spec)
-    return (torch.arange(spec.num_buckets, device=device)[:, None] == buckets).to(dtype)
+    return bucket_of(torch.arange(1 - num_queries, num_keys, device=device), spec).int()
 
 
 @functools.lru_cache(maxsize=8)

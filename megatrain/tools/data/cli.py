@@ -245,11 +245,14 @@ _OUTCOMES: Final = {
 def _planned(arguments: argparse.Namespace) -> tuple[Plan, Facts]:
     """Return the plan of the run with these flags, and its facts."""
     request = parse(arguments.run_flags, program="megatrain data")
-    facts = gather_data_facts(
-        request, world_size=_world_size(request, arguments.world_size), log=log_to_stderr
-    )
+    world_size = _world_size(request, arguments.world_size)
+    facts = gather_data_facts(request, world_size=world_size, log=log_to_stderr)
     # Samples are the same on GPUs and CPUs, so flags for either are accepted on any host.
-    return plan_on_any_device(request, facts), facts
+    plan = plan_on_any_device(request, facts)
+    if facts.untokenized:
+        facts = gather_data_facts(request, world_size=world_size, log=log_to_stderr, tokenizes=True)
+        plan = plan_on_any_device(request, facts)
+    return plan, facts
 
 
 def _world_size(request: Request, given: int | None) -> int:

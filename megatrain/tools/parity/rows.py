@@ -49,7 +49,7 @@ MAX_PASSES = 4
 QUICK_ROWS = 32
 ALWAYS = (
     "tp2 sp cp2 pp2 mixtral ep2 auxloss",
-    "tp2 sp cp2 pp2 tied deepseek ep2 alltoall seqauxloss dropping mtp1 documents",
+    "tp2 sp cp2 pp2 tied deepseek ep2 alltoall seqauxloss dropping mtp1 documents padded120",
     "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss tokens",
     "tp2 sp dp2 pp2 zero3 deepseek ep2 etp2 seqauxloss dropspadded",
     "dp2 pp4 mtpalone mtp2 tied documents tokens",
@@ -83,7 +83,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     **{option.name: option.words() for option in FEATURE_OPTIONS},
     "labels": {"labelled": "", "ignored": "", "hollow": "", "tails": ""},
     "loss chunks": {"wholeloss": "", "chunkedloss": ""},
-    "padding": {f"padded{size}": f"--make-vocab-size-divisible-by {size}" for size in (1, 40)},
+    "padding": {f"padded{size}": f"--make-vocab-size-divisible-by {size}" for size in (1, 120)},
     "model": MODELS,
     "batch": _BATCHES,
     **{option.name: option.words() for option in _APART},
@@ -92,7 +92,8 @@ OPTIONS: dict[str, dict[str, str]] = {
 are invalid ids. `hollow`: no token counts in the middle half of each sample, so that some context ranks have no token that counts.
 `tails`: each sample ends with padding: equal tokens that do not count. `chunkedloss`: the layout computes
 the loss in chunks of a few tokens. `padded`: the multiple to which the vocabulary is padded, times tp; 1 spreads the ids over all
-ranks. Samples and documents always start with the same tokens, which routers score equally up to rounding."""
+ranks, 120 leaves all ranks but the first with padding alone. Samples and documents always start with the same tokens,
+which routers score equally up to rounding."""
 
 PRODUCT: dict[str, tuple[str, ...]] = {
     "tensor parallelism": ("tp1", "tp2", "tp4", "tp8"),

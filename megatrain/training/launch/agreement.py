@@ -8,12 +8,10 @@ rank. Only rank 0 reports problems that all ranks share.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import platform
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,15 +22,15 @@ import torch.distributed as dist
 
 import megatrain
 from megatrain.config import Facts, Plan, Request, resolve
-from megatrain.config.environment import LaunchEnvironment, read_environment
-from megatrain.config.errors import ConfigError, MegatrainError, Problem, describe
+from megatrain.config.environment import LaunchEnvironment
+from megatrain.config.errors import ConfigError, MegatrainError, Problem
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.training.launch.facts import gather_facts, library_versions
 from megatrain.training.launch.local_checkpoints import share_newest_manifest
-from megatrain.training.launch.save_lock import SaveLocks, other_owner
+from megatrain.training.launch.refusal import print_error, write_failure
+from megatrain.training.launch.save_lock import SaveLocks
 from megatrain.training.launch.user_files import require_results, results_of, with_own_files
-from megatrain.training.logging.status_file import write_refused_start
 
 _SECONDS_TO_EXIT: Final = 10.0
 _SAME_COMMAND: Final = "start all ranks with the same command line and the same files"
@@ -162,6 +160,10 @@ def _plan_of_rank_0(
         facts = gather_facts(request, environment)
         answer["facts"] = facts.to_json()
         plan = resolve(request, facts)
+        if facts.untokenized:  # after all other problems are reported
+            facts = gather_facts(request, environment, tokenizes=True)
+            answer["facts"] = facts.to_json()
+            plan = resolve(request, facts)
         answer["results"] = results_of(plan)
         locks.acquire()
         answer["config"] = plan.config.to_dict()
@@ -223,18 +225,3 @@ def _reported_elsewhere(exit_code: int) -> MegatrainError:
     error = MegatrainError("another rank could not start", fix="see the message of that rank")
     error.is_reported, error.exit_code = True, exit_code
     return error
-
-
-def write_failure(request: Request, error: MegatrainError) -> None:
-    """Record in `status.json` that the run did not start, if the folder of --save exists and no other run uses it."""
-    save = request.known("checkpoint.save")
-    with contextlib.suppress(OSError):  # `error` is printed, and may be about this folder
-        if save is not None and Path(save).is_dir() and other_owner(Path(save)) is None:
-            write_refused_start(Path(save), exit_code=error.exit_code, reason=error.problems[0].text)
-
-
-def print_error(error: MegatrainError) -> None:
-    """Print an error; ranks other than 0 prefix their number."""
-    rank = read_environment().rank
-    sys.stdout.flush()
-    print(f"{f'rank {rank}: ' if rank else ''}{describe(error)}", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from megatrain.config import Facts, Plan, Request, StoredRun, resolve
+from megatrain.config.derive.datasets import Blend
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
@@ -29,6 +30,7 @@ from megatrain.config.schema.values import is_resolved
 from megatrain.config.stored_settings import with_settings, with_stored_settings
 from megatrain.data.files import log_to_stderr
 from megatrain.data.images.build import image_facts
+from megatrain.data.preprocess.raw_text import RawText, is_text
 from megatrain.data.samples.data_schedule import read_data_schedule
 from megatrain.data.samples.sources import blends_from_config, flags_of_blends, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
@@ -54,15 +56,18 @@ _LIBRARIES = (
 )
 
 
-def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
+def gather_facts(request: Request, environment: LaunchEnvironment, *, tokenizes: bool = False) -> Facts:
     """Gather all facts that `resolve` needs. Unresolved and invalid settings are skipped.
+
+    Args:
+        tokenizes: tokenize text; otherwise `Facts.untokenized` names it.
 
     Raises:
         NoCheckpointError: `--load` has no valid checkpoint, and a start from scratch is not allowed.
     """
     described = described_settings(request)
     request, stored = _with_taken_settings(request, *described)
-    found, problems = _input_facts(request)
+    found, problems = _input_facts(request, tokenizes=tokenizes)
     of_paths = list(path_problems(request))
     problems += (*of_paths, *step_problems(request))
     if stored is None and not problems:
@@ -93,7 +98,9 @@ def _num_node_devices(environment: LaunchEnvironment) -> int:
     return environment.local_world_size if environment.binds_gpus and seen == 1 else seen
 
 
-def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str], None]) -> Facts:
+def gather_data_facts(
+    request: Request, *, world_size: int, log: Callable[[str], None], tokenizes: bool = False
+) -> Facts:
     """Gather the facts that samples depend on, for a run of `world_size` ranks.
 
     Output folders and the checkpoint's schedules are not checked. Without a valid checkpoint the facts are of a run from
@@ -102,10 +109,10 @@ def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str],
     described = described_settings(request)
     try:
         request, stored = _with_taken_settings(request, *described)
-        found, problems = _input_facts(request)
+        found, problems = _input_facts(request, tokenizes=tokenizes)
         stored = stored or (stored_run(request) if not problems else None)
     except NoCheckpointError as error:
-        stored, (found, problems) = None, _input_facts(request)
+        stored, (found, problems) = None, _input_facts(request, tokenizes=tokenizes)
         log(f"{error.problems[0].text}: the samples below are of a run from scratch")
     facts = Facts(
         world_size=world_size,
@@ -133,7 +140,7 @@ def _with_taken_settings(
     return with_stored_settings(request, stored), stored
 
 
-def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
+def _input_facts(request: Request, *, tokenizes: bool) -> tuple[dict[str, Any], list[Problem]]:
     """Return the facts of tokenizer and data, as fields of `Facts`, and their problems."""
     problems: list[Problem] = []
     found: dict[str, Any] = {}
@@ -161,8 +168,8 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
     problems += of_file
     of_teacher, teacher_problems = teacher_facts(request)
     problems += teacher_problems
-    datasets, data_problems = _data_facts(request, found)
-    return found | of_teacher | {"datasets": tuple(datasets)}, [*problems, *data_problems]
+    of_data, data_problems = _data_facts(request, found, tokenizes=tokenizes)
+    return found | of_teacher | of_data, [*problems, *data_problems]
 
 
 def _contents(
@@ -179,38 +186,92 @@ def _contents(
     return text, []
 
 
-def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[DatasetFacts], list[Problem]]:
-    names = [field.name for field in dataclasses.fields(DataConfig)]
-    values = {name: request.known(f"data.{name}") for name in names}
-    data = DataConfig(**{name: value for name, value in values.items() if value is not None})
+def _data_facts(
+    request: Request, tokenizer: Mapping[str, Any], *, tokenizes: bool
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the facts `datasets` and `untokenized`, and the problems of the data."""
+    data = _data_config(request)
     # NullTokenizer reads token ids, which any tokenizer may have written.
     is_null = request.known("tokenizer.tokenizer_type") == "NullTokenizer"
-    datasets: list[DatasetFacts] = []
-    problems: list[Problem] = []
+    is_masked = request.known("model.model_family") in MASKED_FAMILIES
     try:
         if data.image_data_path:
             most_images = request.known("vision.images_per_sample") or 1
-            return image_facts(data, most_images=most_images, log=log_to_stderr), []
-        blends = blends_from_config(data)
-        schedule = read_data_schedule(data.data_schedule) if data.data_schedule is not None else {}
+            images = image_facts(data, most_images=most_images, log=log_to_stderr)
+            return {"datasets": tuple(images)}, []
+        phases = _phases(data)
+        texts = _texts(phases, request, tokenizer, has_sentences=is_masked)
+        untokenized = [text for text in texts.values() if not text.is_tokenized]
+        if untokenized and not tokenizes:
+            return {"untokenized": tuple(map(str, untokenized))}, []
+        for text in untokenized:
+            text.tokenize()
     except ConfigError as error:
-        return [], list(error.problems)
-    split = "all" if "all" in blends else "train"
-    for start, phase in {0: blends, **{start: {split: blend} for start, blend in schedule.items()}}.items():
+        return {}, list(error.problems)
+    datasets: list[DatasetFacts] = []
+    problems: list[Problem] = []
+    for start, phase in phases.items():
         found, of_phase = inspect_datasets(
-            phase,
-            flags={split: "--data-schedule"} if start else flags_of_blends(data),
+            {name: _of_datasets(blend, texts) for name, blend in phase.items()},
+            flags=dict.fromkeys(phase, "--data-schedule") if start else flags_of_blends(data),
             vocab_size=tokenizer.get("vocab_size"),
             tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
             eod=used_eod(data, tokenizer.get("eod_id")),
             conversations=data.sft,
-            sentences=request.known("model.model_family") in MASKED_FAMILIES,
+            sentences=is_masked,
             index_cache=data.object_storage_cache_path,
             cache_folder=request.known("data.data_cache_path"),
         )
         datasets += [dataclasses.replace(dataset, from_iteration=start) for dataset in found]
         problems += [problem for problem in of_phase if problem not in problems]
-    return datasets, problems
+    return {"datasets": tuple(datasets)}, problems
+
+
+def _data_config(request: Request) -> DataConfig:
+    """Return the settings of the data as far as they are known."""
+    names = [field.name for field in dataclasses.fields(DataConfig)]
+    values = {name: request.known(f"data.{name}") for name in names}
+    return DataConfig(**{name: value for name, value in values.items() if value is not None})
+
+
+def _phases(data: DataConfig) -> dict[int, dict[str, Blend]]:
+    """Return the blends of each phase of training, by the iteration at which it begins. Raises ConfigError."""
+    blends = blends_from_config(data)
+    schedule = read_data_schedule(data.data_schedule) if data.data_schedule is not None else {}
+    split = "all" if "all" in blends else "train"
+    return {0: blends, **{start: {split: blend} for start, blend in schedule.items()}}
+
+
+def _texts(
+    phases: Mapping[int, Mapping[str, Blend]],
+    request: Request,
+    tokenizer: Mapping[str, Any],
+    *,
+    has_sentences: bool,
+) -> dict[str, RawText]:
+    """Return the text among the datasets of blends, by name; none if the tokenizer has a problem, which is reported."""
+    blends = [blend for phase in phases.values() for blend in phase.values()]
+    names = [name for blend in blends for name in blend.prefixes if is_text(name)]
+    if names and has_sentences:
+        raise ConfigError(
+            f"{names[0]} is text, but --model-family {request.known('model.model_family')} reads sentences",
+            fix="make a dataset with preprocess_data.py --split-sentences, and give its prefix",
+        )
+    return {
+        name: RawText.of(
+            name,
+            request.config.tokenizer,
+            tokenizer=tokenizer,
+            sft=request.known("data.sft") is True,
+            cache_folder=request.known("data.data_cache_path"),
+        )
+        for name in (dict.fromkeys(names) if tokenizer else ())
+    }
+
+
+def _of_datasets(blend: Blend, texts: Mapping[str, RawText]) -> Blend:
+    prefixes = (texts[name].prefix if name in texts else name for name in blend.prefixes)
+    return dataclasses.replace(blend, prefixes=tuple(prefixes))
 
 
 def _tokenizer_facts(request: Request) -> dict[str, Any]:

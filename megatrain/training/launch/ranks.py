@@ -39,10 +39,11 @@ from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS,
 from megatrain.process.exit_deadline import exit_deadline
 from megatrain.process.signals import Signals
 from megatrain.training.checkpoint_copies import check_hf_folders
-from megatrain.training.launch.agreement import agreed_plan, exit_after_others, print_error, write_failure
+from megatrain.training.launch.agreement import agreed_plan, exit_after_others
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
 from megatrain.training.launch.flight_recorder import configure_flight_recorder
 from megatrain.training.launch.out_of_memory import allocation_errors, is_out_of_memory, without_plan
+from megatrain.training.launch.refusal import print_error, write_failure
 from megatrain.training.launch.save_lock import SaveLocks
 from megatrain.training.launch.stored_run import saved_folders
 from megatrain.training.liveness.failure import exit_code_of

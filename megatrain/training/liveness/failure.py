@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal, get_args
 
-import torch.distributed as dist
-
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
 from megatrain.storage.untrusted_json import Check, flag, integer, list_of, record, text
@@ -169,6 +167,8 @@ def _printable(text: str) -> str:
 def _kind(error: BaseException) -> Kind:
     if isinstance(error, MegatrainError):
         return "reported elsewhere" if error.is_reported else "error"
+    import torch.distributed as dist  # noqa: PLC0415 (a refused start does not import torch)
+
     is_collective = isinstance(error, dist.DistError | ConnectionError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _COLLECTIVE_ERRORS)
     )

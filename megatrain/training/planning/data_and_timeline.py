@@ -28,7 +28,7 @@ class DatasetUse:
 
     split: str
     dataset: str
-    """Path prefix, the function of --dataset, or `mock data`."""
+    """Path prefix, the function of --dataset, text that is not tokenized yet, or `mock data`."""
     samples: int | None
     """Requested samples; None: one epoch."""
     plans: tuple[int | None, ...]
@@ -48,7 +48,7 @@ def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
         if not facts.datasets:
             yield DatasetUse(
                 split=split,
-                dataset=plan.config.data.dataset or "mock data",
+                dataset=plan.config.data.dataset or ", ".join(facts.untokenized) or "mock data",
                 samples=requested,
                 plans=getattr(plan.derived, f"{split}_plan"),
                 tokens=None,

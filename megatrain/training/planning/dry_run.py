@@ -235,7 +235,7 @@ def _pipeline(plan: Plan) -> Pipeline:
 
 
 def _packs(plan: Plan, facts: Facts) -> PackedStep | None:
-    if not plan.config.data.pack_documents:
+    if not plan.config.data.pack_documents or facts.untokenized:
         return None
     samples = build_samples(plan, facts, log=lambda _: None).train
     return None if samples is None else packed_step(plan, samples)

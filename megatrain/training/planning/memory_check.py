@@ -21,9 +21,9 @@ from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.messages import Messages
 from megatrain.process.available_memory import available_bytes, process_bytes
-from megatrain.training.launch.agreement import print_error
 from megatrain.training.launch.memory_remedies import gigabytes, memory_fix
 from megatrain.training.launch.ranks import grid_shape, local_gpu
+from megatrain.training.launch.refusal import print_error
 from megatrain.training.planning.memory_limit import ignored_flag
 from megatrain.training.planning.memory_plan import (
     ResidentMemory,

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatrain.config import Origin, parse, to_yaml
+from megatrain.config import ConfigError, Origin, parse, to_yaml
 from megatrain.config.schema.values import AUTO
 
 
@@ -28,6 +28,28 @@ def test_values_come_with_their_line(written):
     assert (config.model.num_layers, config.model.swiglu, config.optimizer.lr) == (12, True, 1e-4)
     assert (config.data.data_path, config.data.split) == (("a", "b"), "98,1,1")
     assert request.origins["optimizer.lr"] == Origin("yaml", f"{file}:5")
+
+
+def test_names_stand_in_sections_or_beside_them(written):
+    file = written(
+        "num-layers: 12\noptimizer: adam\ndata: {split: '98,1,1'}\nlr: 1e-4\nuse_mcore_models: true\n"
+    )
+    request = parse(["--config", file])
+    assert request.problems == ()
+    config = request.config
+    assert (config.model.num_layers, config.optimizer.optimizer, config.optimizer.lr) == (12, "adam", 1e-4)
+    assert config.data.split == "98,1,1"
+    assert request.origins["optimizer.lr"] == Origin("yaml", f"{file}:4")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"), [("num_layer: 4\n", ""), ("model: {num_layr: 4}\n", ""), ("", "--num-layer 4")]
+)
+def test_a_mistyped_name_has_no_problems_that_follow(plan_of, written, text, flags):
+    """The setting that it means is not reported as missing."""
+    with pytest.raises(ConfigError) as raised:
+        plan_of(f"--config {written(text)} {flags}", without="--num-layers")
+    assert len(raised.value.problems) == 1
 
 
 def test_flags_win_over_later_files_over_earlier_files_over_defaults(written):
@@ -61,9 +83,18 @@ def test_an_empty_file_and_an_empty_section_say_nothing(written):
 @pytest.mark.parametrize(
     ("written_text", "text", "fix"),
     [
-        ("modell:\n  num_layers: 1\n", ":1: there is no section modell", "model?"),
-        ("num_layers: 1\n", ":1: there is no section num_layers", "below `model:`"),
-        ("language_model:\n  num_layers: 1\n", ":1: there is no section language_model", "--yaml-cfg"),
+        ("modell:\n  num_layers: 1\n", ":1: there is no setting and no section modell", "model?"),
+        ("num_layer: 1\n", ":1: there is no setting and no section num_layer", "num_layers?"),
+        (
+            "num_layers: 1\nmodel:\n  num_layers: 1\n",
+            ":3: num_layers is given twice, first at",
+            "one of them",
+        ),
+        (
+            "language_model:\n  num_layers: 1\n",
+            ":1: there is no setting and no section language_model",
+            "--yaml-cfg",
+        ),
         ("model:\n  num_layer: 1\n", ":2: section model has no field num_layer", "num_layers?"),
         ("model:\n  lr: 1\n", ":2: section model has no field lr", "below `optimizer:`"),
         ("model:\n  num_layers: 1\n  num_layers: 2\n", ":3: num_layers is given twice", "one of them"),

@@ -560,7 +560,20 @@ def test_a_changed_batch_is_named_before_the_schedule(plan_of, problems_of):
     for flags, ranks, fix in (
         ("--micro-batch-size 8", 4, "use --micro-batch-size 2, which"),
         ("", 8, "use --micro-batch-size 1 --global-batch-size 8, which"),
-        ("--train-iters 20", 4, "add --override-opt-param-scheduler"),
+        ("--train-iters 20", 4, "use --lr-decay-samples 80, the same lengths in samples"),
     ):
         (problem,) = problems_of(flags, facts=Facts(world_size=ranks, checkpoint=run))
         assert f"fix: {fix}" in problem
+
+
+def test_the_lengths_of_a_schedule_are_offered_in_samples(plan_of, problems_of):
+    """As the message says, the run then has the schedule of the checkpoint with any batch."""
+    iterations = "--lr-warmup-iters 2 --lr-decay-iters 8"
+    plan = plan_of(f"--global-batch-size 8 {iterations}")
+    run = StoredRun(path="c", iteration=5, consumed_train_samples=40, config=plan.config.to_dict(),
+                    schedule=plan.derived.schedule.to_dict())  # fmt: skip
+    (problem,) = problems_of(f"--global-batch-size 16 {iterations}", facts=Facts(checkpoint=run))
+    lengths = "--lr-warmup-samples 16 --lr-decay-samples 64"
+    assert f"use {lengths} in place of --lr-warmup-iters and --lr-decay-iters, the same" in problem
+    again = plan_of(f"--global-batch-size 16 {lengths}", facts=Facts(checkpoint=run))
+    assert not again.derived.schedule.changes(run.schedule)

@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written(
         return original(target, *args, **more)
 
     monkeypatch.setattr(place, operation, fail)
-    monkeypatch.setattr("megatrain.training.launch.agreement.write_refused_start", lambda *_, **__: None)
+    monkeypatch.setattr("megatrain.training.launch.refusal.write_refused_start", lambda *_, **__: None)
     error = refused(capsys, tmp_path)
     assert f"errno {number}" in error
     assert str(tmp_path / save_lock.LOCK_NAME) in error
