@@ -219,7 +219,7 @@ class CheckpointConfig(Section, on_resume=SAFE):
     save_hf_interval: int | None = setting(
         None,
         at_least=1,
-        needs=on("checkpoint.save", "checkpoint.save_interval"),
+        needs=on("checkpoint.save_interval"),
         multiple_of="checkpoint.save_interval",
         conflicts=(conflict("model.spec", why=", which transformers does not have"),),
     )
