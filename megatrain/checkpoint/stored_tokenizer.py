@@ -25,6 +25,8 @@ class StoredTokenizer:
     """Tokens that end a text: the end-of-document token, and those that the files of a model list."""
     start_id: int | None = None
     """First token of a decoder after an encoder: of the files of a model, or the tokenizer's [CLS]; None: there is none."""
+    chat_template: str | None = None
+    """Jinja template of the conversations that the model was trained on; None: it has none of its own."""
 
 
 def stored_tokenizer(path: Path, manifest: Manifest) -> StoredTokenizer:
@@ -48,4 +50,6 @@ def stored_tokenizer(path: Path, manifest: Manifest) -> StoredTokenizer:
     within = (number for number in ends if number is not None and number < tokenizer.vocab_size)
     roles = tokenizer.role_ids if isinstance(tokenizer, LibraryTokenizer) else {}
     start = manifest.state.get("decoder_start_id", roles.get("cls_token"))
-    return StoredTokenizer(config, tokenizer, tuple(dict.fromkeys(within)), start)
+    templates = (dataset.get("chat_template") for dataset in manifest.state.get("datasets", ()))
+    template = next(filter(None, templates), None)
+    return StoredTokenizer(config, tokenizer, tuple(dict.fromkeys(within)), start, template)

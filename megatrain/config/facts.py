@@ -35,6 +35,8 @@ class DatasetFacts:
     """Documents, which --split divides for BERT and T5. 0: written before they were counted."""
     has_loss_mask: bool = False
     """True if it has conversations: the loss mask that preprocess_data.py --sft writes is next to it."""
+    chat_template: str | None = None
+    """Jinja template that writes its conversations, with --sft."""
 
     @property
     def size(self) -> str:

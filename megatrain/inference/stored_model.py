@@ -32,6 +32,7 @@ from megatrain.config.errors import ConfigError, MegatrainError, NoCheckpointErr
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.tree import Config
 from megatrain.config.schema.vision import VisionConfig
 from megatrain.config.subjects.model_spec import describe_model
@@ -92,6 +93,9 @@ class LoadedModel:
     iteration: int
     tiling: Tiling
     """How images are resized, cut and normalized."""
+    tokenizer_config: TokenizerConfig
+    chat_template: str | None = None
+    """See `StoredTokenizer`."""
     skipped: tuple[str, ...] = ()
     """A sentence for each newer checkpoint that is damaged."""
 
@@ -147,6 +151,8 @@ def load_tensors(reader: TensorReader, options: ModelOptions) -> LoadedModel:
         path=path,
         iteration=manifest.iteration,
         tiling=tiling_of(stored_section(path, manifest.config, "vision", VisionConfig)),
+        tokenizer_config=stored.config,
+        chat_template=stored.chat_template,
     )
 
 

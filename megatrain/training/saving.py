@@ -27,10 +27,10 @@ from megatrain.config import Plan
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.process_groups import make_group
 from megatrain.storage.disk import Disk
+from megatrain.training.checkpoint_copies import copies_of
 from megatrain.training.checkpoints import Progress, local_folder, saved_kinds, state_to_save
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.megatron_copies import MegatronCopies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,7 @@ class RunSaves:
         self._remover = ThreadPoolExecutor(1, "remove-checkpoints")
         self._removal: Future[list[str]] | None = None
         """Removal of older checkpoints: training does not wait for the deletion of a file of each rank."""
-        save = Path(plan.config.checkpoint.save or "")
-        self._copies = MegatronCopies(save) if plan.config.checkpoint.also_save else None
+        self._copies = copies_of(plan)
         self._intact = {progress.loaded.resolve()} if progress.loaded is not None else set[Path]()
         """Checkpoints that this run wrote or loaded."""
 
@@ -125,8 +124,8 @@ class RunSaves:
             self._copy(waits=self.progress.iteration >= self.plan.derived.train_iters)
         finally:
             self._end_removal()
-            if self._copies is not None:
-                self._copies.abandon()
+            for copies in self._copies:
+                copies.abandon()
 
     @contextlib.contextmanager
     def _with_writer(self) -> Iterator[None]:
@@ -262,9 +261,10 @@ class RunSaves:
             )
             self._intact.add(path.resolve())
             self._remove_older(save)
-            if self._copies is not None and save.is_committing and save.folder == self._copies.save:
-                self._copies.waiting = path
-                self._copy(waits=False)
+            for copies in self._copies:
+                if save.is_committing and save.folder == copies.save and copies.takes(save.iteration):
+                    copies.waiting = path
+            self._copy(waits=False)
             self.on_commit(times)
 
     def _remove_older(self, save: Save) -> None:
@@ -281,10 +281,10 @@ class RunSaves:
             )
 
     def _copy(self, *, waits: bool) -> None:
-        """Begin the next copy for Megatron-LM, or wait for the last one, and print those that failed."""
-        if self._copies is not None:
-            with self._stalling("copying a checkpoint for Megatron-LM"):
-                for line in self._copies.advance(waits=waits):
+        """Begin the next copy for other programs, or wait for the last one, and print those that failed."""
+        for copies in self._copies:
+            with self._stalling(f"copying a checkpoint to {copies.folder}"):
+                for line in copies.advance(waits=waits):
                     self.ranks.console.print(line)
 
     def _end_removal(self) -> None:

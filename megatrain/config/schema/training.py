@@ -237,6 +237,14 @@ class CheckpointConfig(Section, on_resume=SAFE):
         None, needs=on("checkpoint.save"), conflicts=_NOT_COPIED
     )
     """Also copy each checkpoint to `torch_dist` in --save, in Megatron-LM's format of this name; a process of its own does it while the run trains. Not in Megatron-LM."""
+    save_hf_interval: int | None = setting(
+        None,
+        at_least=1,
+        needs=on("checkpoint.save_interval"),
+        multiple_of="checkpoint.save_interval",
+        conflicts=(conflict("model.spec", why=", which transformers does not have"),),
+    )
+    """Also write the checkpoints of multiples of this many iterations, and the last one, as folders of transformers to `hf` in --save, without optimizer; a process of its own does it while the run trains. Not in Megatron-LM."""
     save_interval: int | None = setting(None, at_least=1, needs=on("checkpoint.save"))
     """Iterations between checkpoints. none: one checkpoint, at the end."""
     save_retain_interval: int | None = setting(

@@ -20,7 +20,9 @@ from megatrain.data.indexed.object_store import exists, is_url
 from megatrain.data.indexed.reader import IndexedDataset, loss_mask_of, read_description
 from megatrain.data.indexed.writer import IndexedWriter
 
-_SHARED: Final = ("tokenizer_type", "vocab_size", "eod", "append_eod", "json_key", "prompt_format")
+_SHARED: Final = (
+    "tokenizer_type", "vocab_size", "eod", "append_eod", "json_key", "prompt_format", "chat_template",
+)  # fmt: skip
 """Fields that are copied if all descriptions agree, else null."""
 
 

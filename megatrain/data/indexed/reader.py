@@ -207,7 +207,7 @@ def read_description(prefix: str) -> dict[str, Any] | None:
         raise InputError(f"{path}: cannot be read: {error}", fix=fix) from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: contains no JSON object", fix=fix)
-    for name in ("tokenizer_type", "tokenizer_fingerprint"):
+    for name in ("tokenizer_type", "tokenizer_fingerprint", "chat_template"):
         if not isinstance(content.get(name), str | None):
             raise InputError(f"{path}: {name} is {content[name]!r} instead of text", fix=fix)
     for name in ("vocab_size", "sequences", "tokens", "largest_id", "bin_crc32", "idx_crc32"):

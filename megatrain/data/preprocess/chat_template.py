@@ -54,19 +54,43 @@ def load_template(tokenizer: TokenizerConfig, file: str | None) -> TemplateSetti
     Raises:
         ConfigError: there is no template, or it cannot be compiled.
     """
-    optional_package("jinja2", needed_for="--sft-tokenizer-prompt-format default (a chat template)")
-    path = Path(tokenizer.tokenizer_model) if tokenizer.tokenizer_model else None
-    folder = path if path is None or path.is_dir() else path.parent
+    folder = _folder(tokenizer)
     found = _named_file(Path(file)) if file is not None else _of_folder(folder) if folder else None
     if found is None:
         raise ConfigError(
             f"--sft-tokenizer-prompt-format default: {folder or 'the tokenizer'} has no chat template",
-            fix="give --chat-template FILE, or another format, such as --sft-tokenizer-prompt-format nemotron-h-aligned",
+            fix="give --chat-template FILE, or another format, such as --sft-tokenizer-prompt-format chatml",
         )
-    template_file, sources = found
+    return _compiled(tokenizer, *found)
+
+
+def has_template(tokenizer: TokenizerConfig) -> bool:
+    """Return whether the folder of a tokenizer has a chat template."""
+    folder = _folder(tokenizer)
+    return folder is not None and _of_folder(folder) is not None
+
+
+def stored_template(tokenizer: TokenizerConfig, source: str | None) -> TemplateSettings | None:
+    """Return the template of conversations that a model was trained on, else that of its tokenizer; None: there is none."""
+    folder = _folder(tokenizer)
+    if source is not None:
+        return _compiled(tokenizer, "of the checkpoint", {"default": source})
+    found = _of_folder(folder) if folder else None
+    return None if found is None else _compiled(tokenizer, *found)
+
+
+def _folder(tokenizer: TokenizerConfig) -> Path | None:
+    path = Path(tokenizer.tokenizer_model) if tokenizer.tokenizer_model else None
+    return path if path is None or path.is_dir() else path.parent
+
+
+def _compiled(tokenizer: TokenizerConfig, file: Path | str, sources: Mapping[str, str]) -> TemplateSettings:
+    """Return the settings of a template. Raises InputError if it is not valid."""
+    optional_package("jinja2", needed_for="a chat template (--sft-tokenizer-prompt-format default, --chat)")
+    folder = _folder(tokenizer)
     uses_time = any("strftime_now" in source for source in sources.values())
     settings = TemplateSettings(
-        file=str(template_file),
+        file=str(file),
         sources=tuple(sorted(sources.items())),
         special_tokens=tuple(sorted(_special_tokens(folder).items())) if folder else (),
         now=datetime.now().isoformat() if uses_time else "",  # noqa: DTZ005 - local, as in transformers

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 from megatrain.data.preprocess.chat_template import ChatTemplate, TemplateSettings
 from megatrain.data.preprocess.documents import InvalidDocumentError, Row
 
-PromptFormat = Literal["nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"]
+PromptFormat = Literal["chatml", "nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"]
 Message = Mapping[str, Any]
 
 MESSAGES: Final = "messages"
@@ -81,7 +81,7 @@ def make_formatter(settings: ConversationSettings) -> Callable[[Row], list[Conve
         build = _built_in_builder(settings.prompt_format)
 
     def conversations(row: Row) -> list[Conversation]:
-        parts = _cut(_messages(row, settings.key))
+        parts = _cut(read_messages(row, settings.key))
         found = []
         for number, messages in enumerate(parts, start=1):
             segments = [segment for segment in build(messages, row) if segment.text]
@@ -97,10 +97,34 @@ def make_formatter(settings: ConversationSettings) -> Callable[[Row], list[Conve
 
 def special_words(settings: ConversationSettings) -> list[str]:
     """Return the words of a prompt format that should be one token each."""
+    template = settings.template
+    if template is None:
+        sources = built_in_template(settings.prompt_format)
+    else:
+        sources = "\n".join(source for _, source in template.sources)
+    return list(dict.fromkeys(re.findall(r"<[|\uff5c][^|\uff5c<>{}'\"\s]+[|\uff5c]>|<SPECIAL_\d+>", sources)))
+
+
+def template_source(settings: ConversationSettings) -> str:
+    """Return the chat template that writes what a prompt format writes."""
     if settings.template is None:
-        return list(_WORDS[settings.prompt_format])
-    sources = "\n".join(source for _, source in settings.template.sources)
-    return list(dict.fromkeys(re.findall(r"<[|\uff5c][^|\uff5c<>{}'\"\s]+[|\uff5c]>", sources)))
+        return built_in_template(settings.prompt_format)
+    return dict(settings.template.sources)["default"]
+
+
+def built_in_template(prompt_format: PromptFormat) -> str:
+    """Return a built-in format as a chat template, which transformers renders to the same text."""
+    found = _BUILT_IN[prompt_format]
+    strip = " | trim" if found.strips else ""
+    removed = "".join(f" | replace({json.dumps(word)}, '')" for word in found.removed)
+    written = [
+        f"m.role == '{role}' %}}{{{{ {json.dumps(before)} + (m.content{'' if role == 'assistant' else removed}{strip})"
+        f" + {json.dumps(after)} }}}}"
+        for role, (before, after) in found.texts.items()
+    ]
+    body = "{% if " + "{% elif ".join(written) + "{% endif %}" if written else "{{ m.content }}"
+    prompt = f"{{% if add_generation_prompt %}}{{{{ {json.dumps(found.prompt)} }}}}{{% endif %}}"
+    return f"{{% for m in messages %}}{body}{{% endfor %}}" + (prompt if found.prompt else "")
 
 
 def message_keys(key: str) -> tuple[str, ...]:
@@ -116,8 +140,8 @@ _MESSAGE_KEYS: Final = ("tool_calls", "function_call", "reasoning_content", "rea
 """Keys of a message, in addition to role and content, that a chat template writes."""
 
 
-def _messages(row: Row, key: str) -> list[dict[str, Any]]:
-    """Return the messages of a row under OpenAI's names."""
+def read_messages(row: Row, key: str) -> list[dict[str, Any]]:
+    """Return the messages of a row under OpenAI's names. Raises InvalidDocumentError."""
     found = next((row[name] for name in message_keys(key) if row.get(name) is not None), None)
     if not isinstance(found, list) or not found:
         present = ", ".join(map(repr, list(row)[:8])) or "nothing"
@@ -184,7 +208,7 @@ def _template_builder(settings: TemplateSettings) -> Builder:
     def build(messages: Sequence[Message], row: Row) -> list[Segment]:
         request = {
             "messages": messages,
-            "tools": _parsed(row, "tools"),
+            "tools": read_tools(row),
             "documents": _parsed(row, "documents"),
         }
         variables = _parsed(row, "chat_template_kwargs")
@@ -192,6 +216,11 @@ def _template_builder(settings: TemplateSettings) -> Builder:
         return [Segment(text, has_loss) for text, has_loss in found]
 
     return build
+
+
+def read_tools(row: Row) -> Any:
+    """Return the tools of a row, a list of objects or None. Raises InvalidDocumentError."""
+    return _parsed(row, "tools")
 
 
 def _parsed(row: Row, key: str) -> Any:
@@ -212,8 +241,8 @@ def _parsed(row: Row, key: str) -> Any:
 
 
 def _built_in_builder(prompt_format: PromptFormat) -> Builder:
-    """Return the function that writes a conversation in a format of Megatron-LM's."""
-    write = _BUILT_IN[prompt_format]
+    """Return the function that writes a conversation in a built-in format."""
+    found = _BUILT_IN[prompt_format]
 
     def build(messages: Sequence[Message], row: Row) -> list[Segment]:
         left_out = [key for key in TEMPLATE_KEYS if row.get(key)]
@@ -223,7 +252,7 @@ def _built_in_builder(prompt_format: PromptFormat) -> Builder:
                 f"the prompt format {prompt_format} does not write {' and '.join(dict.fromkeys(left_out))}",
                 fix=_USE_TEMPLATE,
             )
-        return write([(message["role"], _text_of(message)) for message in messages])
+        return [one for message in messages for one in found.segments(message["role"], _text_of(message))]
 
     return build
 
@@ -242,61 +271,61 @@ def _text_of(message: Message) -> str:
     return "".join(texts)
 
 
-Turns = Sequence[tuple[str, str]]
-"""Role and content of each message."""
+@dataclass(frozen=True, kw_only=True)
+class _BuiltIn:
+    """A prompt format: the text before and after a message."""
 
+    texts: Mapping[str, tuple[str, str]]
+    """By role; empty: there is none, and any role."""
+    prompt: str = ""
+    """The text before an answer that is to be generated."""
+    num_prompt_tokens: int = 0
+    """Tokens of `prompt` in an answer's segment; 0: it is a segment without loss."""
+    strips: bool = True
+    removed: tuple[str, ...] = ()
+    """Words that are left out of messages other than the assistant's."""
 
-def _nemotron_h_aligned(turns: Turns) -> list[Segment]:
-    texts = {
-        "system": "<SPECIAL_10>System\n{}\n",
-        "user": "<SPECIAL_11>User\n{}\n<SPECIAL_11>Assistant\n",
-        "assistant": "{}\n",
-    }
-    return [
-        Segment(_by_role(texts, role).replace("{}", content.strip()), role == "assistant")
-        for role, content in turns
-    ]
-
-
-def _nemotron_nano_v2(turns: Turns) -> list[Segment]:
-    texts = {
-        "system": "<SPECIAL_10>System\n{}\n",
-        "user": "<SPECIAL_11>User\n{}\n",
-        "assistant": "<SPECIAL_11>Assistant\n{}\n<SPECIAL_12>\n",
-    }
-    segments = []
-    for role, given in turns:
+    def segments(self, role: str, content: str) -> list[Segment]:
+        """Return the text of a message. Raises InvalidDocumentError if the format has no such role."""
+        if self.texts and role not in self.texts:
+            raise InvalidDocumentError(
+                f"the prompt format has no role {role!r}, only {', '.join(self.texts)}", fix=_USE_TEMPLATE
+            )
+        before, after = self.texts.get(role, ("", ""))
         is_answer = role == "assistant"
-        content = given if is_answer else given.replace("/think", "").replace("/no_think", "")
-        text = _by_role(texts, role).replace("{}", content.strip())
-        segments.append(Segment(text, is_answer, _NANO_PROMPT_TOKENS * is_answer))
-    return segments
+        for word in () if is_answer else self.removed:
+            content = content.replace(word, "")
+        text = (content.strip() if self.strips else content) + after
+        if is_answer and not self.num_prompt_tokens:
+            return [Segment(before, False), Segment(text, True)]
+        return [Segment(before + text, is_answer, self.num_prompt_tokens * is_answer)]
 
 
-_NANO_PROMPT_TOKENS: Final = 3
-"""Tokens of `<SPECIAL_11>Assistant\\n` in the tokenizer of Nemotron Nano; Megatron-LM counts three with any tokenizer."""
-
-
-def _identity(turns: Turns) -> list[Segment]:
-    return [Segment(content, role == "assistant") for role, content in turns]
-
-
-_BUILT_IN: Final[Mapping[str, Callable[[Turns], list[Segment]]]] = {
-    "nemotron-h-aligned": _nemotron_h_aligned,
-    "nemotron-nano-v2": _nemotron_nano_v2,
-    "identity": _identity,
+_BUILT_IN: Final[Mapping[str, _BuiltIn]] = {
+    "chatml": _BuiltIn(
+        texts={
+            role: (f"<|im_start|>{role}\n", "<|im_end|>\n")
+            for role in ("system", "user", "assistant", "tool")
+        },
+        prompt="<|im_start|>assistant\n",
+        strips=False,
+    ),
+    "nemotron-h-aligned": _BuiltIn(
+        texts={
+            "system": ("<SPECIAL_10>System\n", "\n"),
+            "user": ("<SPECIAL_11>User\n", "\n<SPECIAL_11>Assistant\n"),
+            "assistant": ("", "\n"),
+        }
+    ),
+    "nemotron-nano-v2": _BuiltIn(
+        texts={
+            "system": ("<SPECIAL_10>System\n", "\n"),
+            "user": ("<SPECIAL_11>User\n", "\n"),
+            "assistant": ("<SPECIAL_11>Assistant\n", "\n<SPECIAL_12>\n"),
+        },
+        prompt="<SPECIAL_11>Assistant\n",
+        num_prompt_tokens=3,  # with the tokenizer of Nemotron Nano; Megatron-LM counts three with any tokenizer
+        removed=("/think", "/no_think"),
+    ),
+    "identity": _BuiltIn(texts={}, strips=False),
 }
-_WORDS: Final[Mapping[str, Sequence[str]]] = {
-    "nemotron-h-aligned": ("<SPECIAL_10>", "<SPECIAL_11>"),
-    "nemotron-nano-v2": ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
-    "identity": (),
-}
-
-
-def _by_role(texts: Mapping[str, str], role: str) -> str:
-    if role not in texts:
-        raise InvalidDocumentError(
-            f"the prompt format has no role {role!r}, only {', '.join(texts)}",
-            fix=_USE_TEMPLATE,
-        )
-    return texts[role]

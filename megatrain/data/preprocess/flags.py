@@ -38,8 +38,8 @@ class PreprocessSettings:
     """Keys of each object to tokenize; each key makes its own dataset."""
     sft: bool = False
     """Read conversations: lists of messages."""
-    sft_tokenizer_prompt_format: PromptFormat = "nemotron-h-aligned"
-    """Text around the messages of a conversation."""
+    sft_tokenizer_prompt_format: PromptFormat | None = None
+    """Text around the messages of a conversation; None: `default` if there is a chat template, else `chatml`."""
     chat_template: str | None = None
     """File with the template of the format `default`."""
     split_sentences: bool = False
@@ -195,7 +195,7 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
         ),
         "--sft-tokenizer-prompt-format": (
             f"{{{','.join(get_args(PromptFormat))}}}",
-            "text around messages; default: the tokenizer's chat template (needs jinja2)",
+            "text around messages; `default`: the tokenizer's chat template (needs jinja2), used if there is one, else chatml",
         ),
         "--chat-template": ("FILE", "Jinja template in place of the tokenizer's"),
     },
@@ -330,7 +330,7 @@ def _conversation_problems(loaded: Mapping[str, Any]) -> list[Problem]:
         problems.append(Problem("--sft does not split sentences", "remove --split-sentences"))
     if len(loaded.get("json_keys", ("messages",))) > 1:
         problems.append(Problem("--sft reads one key", "give --json-keys the key of the messages alone"))
-    if "chat_template" in loaded and loaded.get("sft_tokenizer_prompt_format") != "default":
+    if "chat_template" in loaded and loaded.get("sft_tokenizer_prompt_format") not in (None, "default"):
         problems.append(
             Problem(
                 "--chat-template belongs to the prompt format default",

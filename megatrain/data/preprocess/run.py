@@ -29,12 +29,13 @@ from megatrain.data.files import log_to_stderr
 from megatrain.data.indexed.reader import loss_mask_of
 from megatrain.data.indexed.writer import token_dtype
 from megatrain.data.preprocess.bad_lines import BadLines
-from megatrain.data.preprocess.chat_template import load_template
+from megatrain.data.preprocess.chat_template import has_template, load_template
 from megatrain.data.preprocess.conversations import (
     ROW_KEYS,
     ConversationSettings,
     message_keys,
     special_words,
+    template_source,
 )
 from megatrain.data.preprocess.documents import CHUNK_BYTES, Chunk, Position
 from megatrain.data.preprocess.encoder import MASK_DTYPE, EncoderSettings, make_encoder
@@ -119,7 +120,7 @@ def preprocess(
                         outputs.add(chunk)
                         progress.add(chunk.num_documents, bytes_read=chunk.end.bytes_read)
             _require_tokens(outputs)
-            outputs.finish(_description(settings, tokenizer, reader.files))
+            outputs.finish(_description(settings, encoder, tokenizer, reader.files))
     _log_summary(progress, outputs)
 
 
@@ -237,9 +238,13 @@ def _split_settings(settings: PreprocessSettings) -> SplitSettings:
 
 
 def _conversation_settings(settings: PreprocessSettings) -> ConversationSettings:
-    prompt_format = settings.sft_tokenizer_prompt_format
-    is_template = prompt_format == "default"
-    template = load_template(settings.tokenizer, settings.chat_template) if is_template else None
+    prompt_format, file = settings.sft_tokenizer_prompt_format, settings.chat_template
+    is_template = prompt_format == "default" or file is not None
+    if prompt_format is None:
+        is_template = is_template or has_template(settings.tokenizer)
+        prompt_format = "default" if is_template else "chatml"
+        log_to_stderr(f"--sft-tokenizer-prompt-format {prompt_format}")
+    template = load_template(settings.tokenizer, file) if is_template else None
     return ConversationSettings(key=settings.json_keys[0], prompt_format=prompt_format, template=template)
 
 
@@ -324,7 +329,7 @@ def _version(package: str) -> str | None:
 
 
 def _description(
-    settings: PreprocessSettings, tokenizer: Tokenizer, files: Sequence[InputFile]
+    settings: PreprocessSettings, encoder: EncoderSettings, tokenizer: Tokenizer, files: Sequence[InputFile]
 ) -> dict[str, Any]:
     """Return the description of a dataset, so that training can compare tokenizers."""
     return {
@@ -333,9 +338,15 @@ def _description(
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "append_eod": settings.append_eod or settings.sft,
-        **({"prompt_format": settings.sft_tokenizer_prompt_format} if settings.sft else {}),
+        **_described_format(encoder.conversations),
         "sources": _sources(files),
     }
+
+
+def _described_format(settings: ConversationSettings | None) -> dict[str, str]:
+    if settings is None:
+        return {}
+    return {"prompt_format": settings.prompt_format, "chat_template": template_source(settings)}
 
 
 def _sources(files: Sequence[InputFile]) -> list[dict[str, Any]]:

@@ -155,7 +155,8 @@ class Renderer:
     def segments(self, request: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """Return the parts of the text of a conversation, each with True if it is the text of the assistant.
 
-        `request`: `messages`, and if the row has them `tools`, `documents` and `variables`.
+        `request`: `messages`, and if the row has them `tools`, `documents` and `variables`; `is_prompt`: the text ends with
+        the prompt for an answer.
         """
         name = "tool_use" if request.get("tools") is not None and "tool_use" in self._templates else "default"
         template = self._templates[name]
@@ -177,16 +178,17 @@ class Renderer:
         """
         messages = _with_reasoning(request["messages"])
         parts = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+        is_prompt = request.get("is_prompt", False)
         if not parts:
-            return messages, self._render(template, messages, request)
+            return messages, self._render(template, messages, request, is_prompt=is_prompt)
         _require_text_parts(parts)
         joined = [message | {"content": _joined(message.get("content"))} for message in messages]
         try:
-            text = self._render(template, messages, request)
+            text = self._render(template, messages, request, is_prompt=is_prompt)
         except Exception:  # noqa: BLE001 - any failure may be that of a list; another one is raised again below
-            return joined, self._render(template, joined, request)
+            return joined, self._render(template, joined, request, is_prompt=is_prompt)
         if any(str(part) in text for part in parts):
-            return joined, self._render(template, joined, request)
+            return joined, self._render(template, joined, request, is_prompt=is_prompt)
         return messages, text
 
     def _marked(

@@ -150,6 +150,7 @@ def _facts_or_error(
             num_documents=dataset.num_documents,
             digest=dataset_digest(dataset, conversations=conversations, sentences=sentences),
             has_loss_mask=conversations or exists(f"{loss_mask_of(prefix)}.idx"),
+            chat_template=(read_description(prefix) or {}).get("chat_template") if conversations else None,
         )
     except ConfigError as error:
         return error

@@ -2,7 +2,7 @@
 
 tokenizer.json           what the run's tokenizer does, for each tokenizer type
 tokenizer_config.json    the class that reads it as it is, names of special tokens, and what does not affect ids
-chat_template.jinja      copied; a template in tokenizer_config.json stays there
+chat_template.jinja      that of the training (--sft), or copied; a template in tokenizer_config.json then stays there
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def tokenizer_files(stored: StoredTokenizer) -> dict[str, bytes]:
     found = stored.tokenizer.to_hf()
     if found is None:
         return {}
+    template = dict(_template(stored))
     keys = {
         **dict(_kept(stored.config)),
         **found.roles,
@@ -46,11 +47,9 @@ def tokenizer_files(stored: StoredTokenizer) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         **({} if found.matches_special else {"split_special_tokens": True}),
     }
-    return {
-        TOKENIZER_NAME: found.definition,
-        TOKENIZER_CONFIG: json_bytes(keys),
-        **dict(_template(stored.config)),
-    }
+    if template:  # of two templates, transformers reads the file
+        keys.pop("chat_template", None)
+    return {TOKENIZER_NAME: found.definition, TOKENIZER_CONFIG: json_bytes(keys), **template}
 
 
 def json_bytes(values: Mapping[str, Any]) -> bytes:
@@ -74,7 +73,9 @@ def _kept(config: TokenizerConfig) -> Iterator[tuple[str, Any]]:
     yield from ((name, content[name]) for name in _KEPT if isinstance(content, dict) and name in content)
 
 
-def _template(config: TokenizerConfig) -> Iterator[tuple[str, bytes]]:
-    folder = _folder(config)
-    if folder is not None and (folder / CHAT_TEMPLATE).is_file():
+def _template(stored: StoredTokenizer) -> Iterator[tuple[str, bytes]]:
+    folder = _folder(stored.config)
+    if stored.chat_template is not None:
+        yield CHAT_TEMPLATE, stored.chat_template.encode()
+    elif folder is not None and (folder / CHAT_TEMPLATE).is_file():
         yield CHAT_TEMPLATE, read_small_file(folder / CHAT_TEMPLATE, max_bytes=MAX_FILE_BYTES)

@@ -62,11 +62,6 @@ class ChatFormat:
         Raises:
             RequestError: with the field that is wrong.
         """
-        if self.spec.vision is None:
-            raise RequestError(
-                "this model was trained on no conversations about images: use /v1/completions",
-                code="unsupported_model", status=404,
-            )  # fmt: skip
         fields = read_fields(body, _FIELDS)
         check_model(fields, model)
         fields["max_tokens"] = fields.get("max_completion_tokens") or fields.get("max_tokens")

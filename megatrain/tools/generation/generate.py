@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from typing import Any
 
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.data.images.pixels import require_pillow
+from megatrain.data.preprocess.documents import InvalidDocumentError
 from megatrain.data.tokenizers.build import Tokenizer
+from megatrain.inference.conversations import Conversations
 from megatrain.inference.engine import Completion
 from megatrain.inference.image_vectors import PromptImages, prompt_images, with_places
 from megatrain.inference.sampling import LogProb, Sampling
@@ -42,6 +45,8 @@ class Prompt:
 
     text: str
     images: tuple[Path, ...] = ()
+    messages: tuple[Any, ...] = ()
+    """Messages of a conversation; empty: the text is continued."""
 
 
 _FLAGS = {"num_log_probs": "--log-probs", "stop": "--stop-words"}
@@ -61,13 +66,20 @@ def add_flags(commands: Any) -> None:
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
     prompts.add_argument(
         "--prompt-file",
         metavar="FILE",
         help='file with one prompt a line, as JSON: {"prompt": "..."}, with "images": ["FILE"] in the folder of the file',
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help='answer each prompt, or the lists of messages in --prompt-file ({"messages": [..]}), in the words of training with'
+        " --sft, or by the chat template of the tokenizer; without prompts: a conversation, a line of standard input each",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message of each conversation of --chat")
     parser.add_argument(
         "--image",
         nargs="+",
@@ -129,23 +141,35 @@ def run(arguments: argparse.Namespace) -> int:
     sampling, prompts = _sampling(arguments), _prompts(arguments)
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)
+        chat, sampling = _chat(arguments, loaded, sampling)
+        if chat is not None and not prompts:
+            _talk(arguments, process, loaded, sampling, chat)
+            return 0
         images = [_images(loaded, prompt) for prompt in prompts]
         ids = [
-            _encode(loaded, prompt.text, of_prompt) for prompt, of_prompt in zip(prompts, images, strict=True)
+            _encode(loaded, prompt, of_prompt, chat)
+            for prompt, of_prompt in zip(prompts, images, strict=True)
         ]
         start = decoder_start(arguments, loaded)
         samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
         engine = _engine(arguments, process, loaded, ids, samplings, start)
         tiles = [None if one is None else one.tiles for one in images]
         texts = [engine.submit(*one) for one in zip(ids, samplings, tiles, strict=True)]
-        write = _write if process.ranks.rank == 0 else lambda _: None
         started = time.perf_counter()
-        (_run_to_json if arguments.json else _run_to_text)(
-            engine, [one.text for one in prompts], texts, write
-        )
+        _run_engine(arguments, process, engine, [one.text for one in prompts], texts)
         seconds, count = time.perf_counter() - started, sum(one.completion.num_new for one in texts)
         process.note(f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.1f} tokens/s")
     return 0
+
+
+def _chat(
+    arguments: argparse.Namespace, loaded: LoadedModel, sampling: Sampling
+) -> tuple[Conversations | None, Sampling]:
+    """Return the writer of conversations with --chat, and the sampling of answers, which end where it ends them."""
+    if not arguments.chat:
+        return None, sampling
+    chat = Conversations(loaded)
+    return chat, dataclasses.replace(sampling, stop=(*sampling.stop, *chat.stop))
 
 
 def _engine(
@@ -200,8 +224,34 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
+    if arguments.chat and arguments.image:
+        raise ConfigError(
+            "--image is given with --chat", fix="remove --chat, and write the prompt as in training"
+        )
+    if arguments.system is not None and not arguments.chat:
+        raise ConfigError("--system has no meaning without --chat", fix="add --chat, or remove --system")
     if arguments.prompt is not None:
-        return [Prompt(text, tuple(map(Path, arguments.image))) for text in arguments.prompt]
+        found = [Prompt(text, tuple(map(Path, arguments.image))) for text in arguments.prompt]
+    elif arguments.prompt_file is not None:
+        found = _prompts_of_file(arguments)
+    elif arguments.chat:
+        return []
+    else:
+        raise ConfigError("there is no prompt", fix="give --prompt, --prompt-file or --chat")
+    return [_conversation(arguments, one) for one in found] if arguments.chat else found
+
+
+def _conversation(arguments: argparse.Namespace, prompt: Prompt) -> Prompt:
+    """Return a prompt as a conversation: its messages, or its text as one, after the system message."""
+    messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+    return dataclasses.replace(prompt, messages=(*_system(arguments), *messages))
+
+
+def _system(arguments: argparse.Namespace) -> list[dict[str, str]]:
+    return [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
+
+
+def _prompts_of_file(arguments: argparse.Namespace) -> list[Prompt]:
     if arguments.image:
         raise ConfigError(
             "--image is given with --prompt-file",
@@ -212,17 +262,24 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}", fix="name a readable UTF-8 file") from error
-    found = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    found = [
+        _prompt(path, number, line, is_chat=arguments.chat)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not found:
         raise InputError(f"{path}: has no prompts", fix='write one a line: {"prompt": "..."}')
     return found
 
 
-def _prompt(path: Path, number: int, line: str) -> Prompt:
+def _prompt(path: Path, number: int, line: str, *, is_chat: bool) -> Prompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         value = None
+    messages = value.get("messages") if isinstance(value, dict) and is_chat else None
+    if isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
+        return Prompt(str(messages[-1].get("content")), messages=tuple(messages))
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
         raise InputError(f"{path}:{number}: not an object with a prompt", fix='write {"prompt": "..."}')
     images = value.get("images", [])
@@ -245,13 +302,19 @@ def _images(loaded: LoadedModel, prompt: Prompt) -> PromptImages | None:
     return prompt_images(files, loaded.model.spec, loaded.tiling)
 
 
-def _encode(loaded: LoadedModel, prompt: str, images: PromptImages | None) -> list[int]:
+def _encode(
+    loaded: LoadedModel, given: Prompt, images: PromptImages | None, chat: Conversations | None
+) -> list[int]:
+    prompt = given.text
     try:
-        ids = (
-            encode_prompt(loaded.tokenizer, prompt)
-            if images is None
-            else with_places(prompt, images.tokens, loaded.tokenizer)
-        )
+        if chat is not None:
+            ids = chat.encode({"messages": list(given.messages)})
+        elif images is not None:
+            ids = with_places(prompt, images.tokens, loaded.tokenizer)
+        else:
+            ids = encode_prompt(loaded.tokenizer, prompt)
+    except InvalidDocumentError as error:
+        raise InputError(f"--prompt {prompt[:100]!r}: {error}", fix=error.fix) from error
     except ValueError as error:
         raise ConfigError(
             f"--prompt {prompt[:100]!r}: {error}",
@@ -272,15 +335,68 @@ def _of_prompt(sampling: Sampling, number: int, loaded: LoadedModel, ids: Sequen
     return dataclasses.replace(sampling, seed=sampling.seed + number, max_new_tokens=most)
 
 
+def _talk(
+    arguments: argparse.Namespace,
+    process: Process,
+    loaded: LoadedModel,
+    sampling: Sampling,
+    chat: Conversations,
+) -> None:
+    """Answer each line of standard input in one conversation, until its end; one that fills the context begins anew."""
+    if process.ranks.size > 1 or arguments.json:
+        raise ConfigError("--chat without a prompt is for one process and no --json", fix="give --prompt")
+    whole = [0] * max(1, text_context(loaded) + 1 - sampling.max_new_tokens)
+    engine = _engine(arguments, process, loaded, [whole], [_of_prompt(sampling, 0, loaded, whole)], None)
+    mark = "> " if sys.stdin.isatty() else ""
+    messages: list[dict[str, str]] = _system(arguments)
+    _write(mark)
+    for number, line in enumerate(sys.stdin):
+        messages.append({"role": "user", "content": line.removesuffix("\n")})
+        try:
+            ids = chat.encode({"messages": messages})
+        except InvalidDocumentError as error:
+            raise InputError(f"line {number + 1}: {error}", fix=error.fix) from error
+        if len(ids) > text_context(loaded):
+            process.note(
+                f"the conversation has {len(ids)} tokens, the context {text_context(loaded)}: it begins anew"
+            )
+            messages = _system(arguments)
+        else:
+            text = engine.submit(ids, _of_prompt(sampling, number, loaded, ids))
+            while not engine.engine.is_idle:
+                for _, new in engine.step():
+                    _write(new)
+            messages.append({"role": "assistant", "content": text.stream.text})
+        _write(f"\n{mark}")
+
+
 def _write(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _run_to_text(
-    engine: TextEngine, prompts: Sequence[str], texts: Sequence[TextCompletion], write: Callable[[str], None]
+def _run_engine(
+    arguments: argparse.Namespace,
+    process: Process,
+    engine: TextEngine,
+    prompts: Sequence[str],
+    texts: Sequence[TextCompletion],
 ) -> None:
-    """Run the engine and write the texts; the text of a single prompt while it is sampled."""
-    between = "" if engine.start_id is None else "\n"
+    write = _write if process.ranks.rank == 0 else lambda _: None
+    if arguments.json:
+        _run_to_json(engine, prompts, texts, write)
+    else:
+        between = "\n" if engine.start_id is not None or arguments.chat else ""
+        _run_to_text(engine, prompts, texts, write, between)
+
+
+def _run_to_text(
+    engine: TextEngine,
+    prompts: Sequence[str],
+    texts: Sequence[TextCompletion],
+    write: Callable[[str], None],
+    between: str,
+) -> None:
+    """Run the engine and write the texts, `between` after each prompt; the text of a single prompt while it is sampled."""
     if len(texts) == 1:
         write(prompts[0] + between)
     while not engine.engine.is_idle:

@@ -30,6 +30,7 @@ from megatrain.inference.sampling import LogProb
 from megatrain.inference.service import Event, Service, Ticket, UnavailableError
 from megatrain.tools.generation.chat_request import ChatFormat
 from megatrain.tools.generation.completion_request import CompletionRequest, RequestError, read_request
+from megatrain.tools.generation.text_chat import TextChat
 
 _BODY_SECONDS: Final = 30.0
 _CONTROL_SECONDS: Final = 60.0
@@ -73,7 +74,7 @@ class CompletionsApp:
         vocab_size: int,
         limits: Limits,
         hosts: Sequence[str],
-        chat: ChatFormat,
+        chat: ChatFormat | TextChat,
     ) -> None:
         self.chat = chat
         self.service, self.tokenizer, self.model, self.limits = service, tokenizer, model, limits

@@ -32,6 +32,7 @@ from megatrain.tools.generation.load import (
     load,
     text_context,
 )
+from megatrain.tools.generation.text_chat import TextChat, text_chat
 from megatrain.tools.subcommands import add_command
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -45,7 +46,7 @@ def add_flags(commands: Any) -> None:
         commands,
         "serve",
         run=run,
-        description="Answer requests of OpenAI's completions API (POST /v1/completions) with the model of a checkpoint.",
+        description="Answer requests of OpenAI's completions API (POST /v1/completions, /v1/chat/completions) with the model of a checkpoint.",
     )
     add_model_flags(parser)
     parser.add_argument(
@@ -156,18 +157,24 @@ def run(arguments: argparse.Namespace) -> int:
             process.note(
                 "every host that can reach this address can use the server: it has no authentication"
             )
-        chat = ChatFormat(
-            loaded.model.spec,
-            loaded.tokenizer,
-            loaded.tiling,
-            next(iter(end_ids), None),
-            arguments.image_folder,
+        first_end = next(iter(end_ids), None)
+        chat = (
+            text_chat(loaded, process.note)
+            if loaded.model.spec.vision is None
+            else ChatFormat(
+                loaded.model.spec, loaded.tokenizer, loaded.tiling, first_end, arguments.image_folder
+            )
         )
         return _serve(arguments, engine, listener, name=name, chat=chat)
 
 
 def _serve(
-    arguments: argparse.Namespace, engine: TextEngine, listener: socket.socket, *, name: str, chat: ChatFormat
+    arguments: argparse.Namespace,
+    engine: TextEngine,
+    listener: socket.socket,
+    *,
+    name: str,
+    chat: ChatFormat | TextChat,
 ) -> int:
     import uvicorn  # noqa: PLC0415 (optional)
 
@@ -199,7 +206,7 @@ def _serve(
         service,
         engine.tokenizer,
         model=name,
-        vocab_size=chat.spec.vocab_size,
+        vocab_size=engine.engine.model.model.spec.vocab_size,
         limits=limits,
         hosts=hosts,
         chat=chat,

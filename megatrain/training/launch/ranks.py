@@ -38,6 +38,7 @@ from megatrain.parallel.process_groups import collective_calls, destroy_groups, 
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, embedding_ranks
 from megatrain.process.exit_deadline import exit_deadline
 from megatrain.process.signals import Signals
+from megatrain.training.checkpoint_copies import check_hf_folders
 from megatrain.training.launch.agreement import agreed_plan, exit_after_others
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
 from megatrain.training.launch.flight_recorder import configure_flight_recorder
@@ -236,8 +237,10 @@ def _checked(
     store: dist.Store | None,
 ) -> int:
     try:
+        check_hf_folders(plan)
         return check_memory(plan, environment, store)
     except ConfigError as error:
+        error.is_reported |= environment.rank > 0  # all ranks raise it
         if store is not None:
             exit_after_others(environment, store)
         if environment.rank == 0:

@@ -17,6 +17,7 @@ LOCAL = "--non-persistent-save-interval 2 --non-persistent-ckpt-type local"
     ("flags", "named", "remedy"),
     [
         ("--save-retain-interval 25", ("--save-retain-interval 25", "--save-interval 10"), ("--save-retain-interval 30",)),
+        ("--save-hf-interval 25", ("--save-hf-interval 25", "--save-interval 10"), ("--save-hf-interval 30",)),
         ("--non-persistent-save-interval 2", ("--non-persistent-ckpt-type",), ("--non-persistent-ckpt-type global",)),
         (LOCAL, ("local", "folder"), ("--non-persistent-local-ckpt-dir",)),
         ("--keep-last 1", ("--keep-last 1", "at least 2"), ("--keep-last",)),

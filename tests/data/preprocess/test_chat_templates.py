@@ -14,7 +14,7 @@ from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.preprocess import chat_template as module
 from megatrain.data.preprocess.chat_template import load_template
-from megatrain.data.preprocess.conversations import ConversationSettings, make_formatter
+from megatrain.data.preprocess.conversations import ConversationSettings, built_in_template, make_formatter
 from megatrain.data.preprocess.documents import InvalidDocumentError
 
 pytestmark = pytest.mark.usefixtures("without_fsync")
@@ -205,6 +205,20 @@ def test_the_text_of_a_conversation_is_that_of_transformers(folder, oracle, tmp_
         # A later system message begins another conversation.
         (found,) = conversations(row)
         assert "".join(segment.text for segment in found.segments) == expected, row_name
+
+
+@pytest.mark.parametrize("name", ["chatml", "nemotron-h-aligned", "nemotron-nano-v2", "identity"])
+def test_a_built_in_format_is_its_template(oracle, name):
+    texts = [
+        ("system", " Be brief. "),
+        ("user", "Hi /think '\\n"),
+        ("assistant", " yes/think\n"),
+        ("user", "so\n"),
+    ]
+    row = {"messages": [{"role": role, "content": text} for role, text in texts]}
+    (found,) = make_formatter(ConversationSettings(key="messages", prompt_format=name))(row)
+    text = text_of_transformers(oracle, built_in_template(name), row)
+    assert "".join(segment.text for segment in found.segments) == text
 
 
 def test_templates_are_named_as_in_transformers(folder, oracle, tmp_path):

@@ -217,6 +217,8 @@ def test_words_that_the_tokenizer_lacks_are_named(tmp_path, capsys, golden):
     (tmp_path / "in.jsonl").write_text(json.dumps(messages(*TALK)))
     flags = ["--input", tmp_path / "in.jsonl", "--sft", "--tokenizer-model", golden / "tokenizer.json"]
     assert run(*flags, prefix=tmp_path / "out") == 0
+    assert "the tokenizer has no token <|im_start|>, <|im_end|>, which" in capsys.readouterr().err
+    assert run(*flags, "--sft-tokenizer-prompt-format", "nemotron-h-aligned", prefix=tmp_path / "out") == 0
     assert "the tokenizer has no token <SPECIAL_10>, <SPECIAL_11>, which" in capsys.readouterr().err
     (tmp_path / "t.jinja").write_text(CHATML)
     flags += ["--sft-tokenizer-prompt-format", "default", "--chat-template", tmp_path / "t.jinja"]

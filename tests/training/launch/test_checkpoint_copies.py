@@ -1,4 +1,4 @@
-"""--also-save torch_dist: copies of a run's checkpoints in Megatron-LM's format, as the converter writes them."""
+"""Copies of a run's checkpoints, as the converters write them: --also-save torch_dist, --save-hf-interval."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.parallel.layout import whole_box
-from megatrain.training.megatron_copies import MegatronCopies
+from megatrain.training.checkpoint_copies import HfFolders, MegatronCopies
 
 COPIED = {"--also-save": "torch_dist", "--max-position-embeddings": "64"}
 
@@ -38,6 +38,45 @@ def test_each_checkpoint_has_a_copy_with_its_tensors(
                 assert torch.equal(*values), (tensor, kind)
     assert (copies / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert sorted(path.name for path in copies.glob("iter_*")) == ["iter_0000002"]
+
+
+def test_folders_of_transformers_are_written_at_intervals(tmp_path: Path) -> None:
+    flags = {"--train-iters": "3", "--save-interval": "1", "--save-hf-interval": "2", "--keep-last": "2"}
+    llama = {
+        "--swiglu": "",
+        "--normalization": "RMSNorm",
+        "--disable-bias-linear": "",
+        "--position-embedding-type": "rope",
+    }
+    assert pretrain.main(command_line({**flags, **llama, "--save": str(tmp_path)})) == 0
+    found = sorted((tmp_path / "hf").iterdir())
+    assert [path.name for path in found] == ["iter_0000002", "iter_0000003"]
+    with CheckpointReader(tmp_path / "iter_0000003") as ours:
+        name, shape = "decoder.final_norm.weight", ours.manifest.tensors["decoder.final_norm.weight"].shape
+        expected = torch.empty(shape)
+        ours.read_box(expected, kind="weight", name=name, shape=shape, box=whole_box(shape))
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(found[-1])
+    assert torch.equal(model.model.norm.weight, expected)
+
+
+def test_folders_of_transformers_stay_and_are_of_some_iterations(tmp_path: Path) -> None:
+    folders = HfFolders(tmp_path, interval=4, last=10)
+    assert [number for number in range(1, 11) if folders.takes(number)] == [4, 8, 10]
+
+
+def test_a_model_that_transformers_lacks_is_refused(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = {
+        "--save-interval": "1",
+        "--save-hf-interval": "1",
+        "--geglu": "",
+        "--swiglu": None,
+        "--norm-position": "post",
+    }
+    assert pretrain.main(command_line({**flags, "--save": str(tmp_path)})) == 2
+    assert "fix: remove --save-hf-interval" in capfd.readouterr().err
 
 
 def test_a_copy_that_fails_is_a_warning_with_its_reason(
