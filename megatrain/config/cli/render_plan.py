@@ -49,6 +49,7 @@ _SHOWN_IN_FULL_ONLY: Final = frozenset(
 }
 """Values that only --print-config full shows."""
 _HIDDEN_IF_EQUAL: Final = (
+    ("derived.graphs_in_turn", False),
     ("vision.vision_projection_norm", False),
     ("derived.kv_copies", 1),
     ("derived.fp8_layers", ()),
