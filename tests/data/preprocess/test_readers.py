@@ -133,7 +133,9 @@ def test_a_bad_row_is_named_by_its_number(tmp_path, capsys):
     parquet.write_table(pyarrow.table({"text": texts, "n": [1, 2, 3, 4]}), path)
     arguments = ["--input", path, *NULL]
     assert run(*arguments, prefix=tmp_path / "out") == 2
-    assert f"error: {path}:row 3: key 'text' is null" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"1. {path}:row 3: key 'text' is null" in error
+    assert f"2. {path}:row 4: " in error
     assert run(*arguments, "--on-bad-line", "quarantine", prefix=tmp_path / "out") == 0
     entries = [json.loads(line) for line in (tmp_path / "out.bad_lines.jsonl").read_text().splitlines()]
     assert [entry["row"] for entry in entries] == [3, 4]
