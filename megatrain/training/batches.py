@@ -288,7 +288,7 @@ def _shares(ranks: Ranks, plan: Plan) -> list[Share | None]:
     if ranks.grid.rank not in readers:
         return [None] * (2 * _TURNS_OF_A_SHARE + 1)
     first = ranks.grid.rank - ranks.local_rank
-    here = [rank for rank in readers if first <= rank < first + (ranks.facts.ranks_per_node or 1)]
+    here = [rank for rank in readers if first <= rank < first + (ranks.facts.ranks_per_node or size)]
     shares = [Share(members.index(ranks.grid.rank), len(members)) for members in (readers, here)]
     return [*(share for share in shares for _ in range(_TURNS_OF_A_SHARE)), EVERYTHING]
 

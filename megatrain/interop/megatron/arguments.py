@@ -236,7 +236,9 @@ def _num_replicas(arguments: Mapping[str, Any]) -> int:
 
 
 def _implied(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yield arguments that Megatron-LM sets from others, without effect on the result."""
+    """Yield arguments that Megatron-LM sets from others, and those that act on nothing: neither changes the result."""
+    if not arguments.get("fim_data"):
+        yield from (name for name in arguments if name.startswith("fim_"))
     if arguments.get("add_bias_linear"):
         yield "add_qkv_bias"
     if arguments.get("swiglu") or not arguments.get("add_bias_linear"):
