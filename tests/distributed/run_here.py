@@ -70,7 +70,9 @@ def trainer_of_command_line(
     Args:
         store: shares the facts of rank 0, for ranks that see other files; None: each rank gathers the same.
     """
-    environment = LaunchEnvironment(rank=rank, world_size=world_size)
+    environment = LaunchEnvironment(
+        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+    )
     request = parse(words)
     if store is None:
         facts = gather_facts(request, environment)
