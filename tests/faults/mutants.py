@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_COUNTS = {"K": 14, "E": 1000, "C": 800, "S": 240, "X": 400}
+_COUNTS = {"K": 14, "E": 1000, "C": 800, "S": 240, "X": 400, "J": 1}
 """Cases of each class until a mutant counts as not caught."""
 
 
@@ -144,6 +144,12 @@ _RETENTION, _BACKGROUND, _MANIFEST = (
     "checkpoint/manifest.py",
 )
 MUTANTS = [
+    _one(
+        "ranks that stay wait for those that are lost",
+        "J",
+        "training/restarts/member.py",
+        "            shut_connections(opened_before=self._opened_before)\n",
+    ),
     _one(
         "shards are not synced",
         "E",
