@@ -39,7 +39,6 @@ def tokenizer_files(stored: StoredTokenizer) -> dict[str, bytes]:
     found = stored.tokenizer.to_hf()
     if found is None:
         return {}
-    template = dict(_template(stored))
     keys = {
         **dict(_kept(stored.config)),
         **found.roles,
@@ -47,9 +46,9 @@ def tokenizer_files(stored: StoredTokenizer) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         **({} if found.matches_special else {"split_special_tokens": True}),
     }
-    if template:  # of two templates, transformers reads the file
+    if stored.chat_template is not None:  # of two templates, transformers reads the file
         keys.pop("chat_template", None)
-    return {TOKENIZER_NAME: found.definition, TOKENIZER_CONFIG: json_bytes(keys), **template}
+    return {TOKENIZER_NAME: found.definition, TOKENIZER_CONFIG: json_bytes(keys), **dict(_template(stored))}
 
 
 def json_bytes(values: Mapping[str, Any]) -> bytes:

@@ -84,6 +84,8 @@ _LAYOUT: Final = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
+_LISTS = frozenset({"high_priority_stream_groups", "offload_modules"})
+"""Arguments that are lists even if they have one value or none."""
 _PATTERNS: Final = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
 
 
@@ -145,6 +147,7 @@ def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
     found |= _layout_arguments(manifest)
     return found | {
         "data_path": config["data"]["data_path"] or None,
+        "fim_eod_token": config["data"].get("fim_eod_token") or "<|endoftext|>",
         "iterations_to_skip": config["training"].get("iterations_to_skip", []),
         "padded_vocab_size": padded_vocab_size,
         "consumed_train_samples": manifest.consumed_train_samples,
@@ -194,7 +197,7 @@ def _virtual_stages(parallel: Mapping[str, Any], num_layers: int, layout: str | 
 
 def _in_their_form(name: str, value: Any) -> Any:
     """Return a stored value as Megatron-LM has it: one value for a list of one, dtypes, patterns as lists."""
-    if isinstance(value, list) and len(value) < 2:
+    if isinstance(value, list) and len(value) < 2 and name not in _LISTS:
         return value[0] if value else None
     if name in _WITH_DTYPE:
         return _AS_DTYPES.get(str(value), value)
@@ -239,6 +242,8 @@ def _implied(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Yield arguments that Megatron-LM sets from others, and those that act on nothing: neither changes the result."""
     if not arguments.get("fim_data"):
         yield from (name for name in arguments if name.startswith("fim_"))
+    if arguments.get("eval_micro_batch_size") == arguments.get("micro_batch_size"):
+        yield "eval_micro_batch_size"
     if arguments.get("add_bias_linear"):
         yield "add_qkv_bias"
     if arguments.get("swiglu") or not arguments.get("add_bias_linear"):
