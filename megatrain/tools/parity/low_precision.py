@@ -50,7 +50,7 @@ _ROWS: Final = (
     "tp8 groups2 sp documents",
     "dp2 pp2 ppfirst zero1 overlapgrads tied sgd sumsbf16",
     "tp2 sp dp2 pp2 zero1 overlap offload tied zloss sumsbf16",
-    "cp2 dp2 zero3 overlap tied gpt2",
+    "cp2 dp2 zero3 overlap tied gpt2 ema",
     "cp2 heads pp2 documents hollow",
     "dp2 zero1 overlap mixtral ep2 alltoall",
     "dp2 zero2 overlapgrads deepseek ep2 routersfp64",
