@@ -205,9 +205,9 @@ def distance(pool: WorkerPool) -> Callable[..., Distance]:
     ("model", "layout", "world_size"),
     [
         (ROPE, DYNAMIC, 4),
-        (EXPERTS, f"{DYNAMIC} {STAGES} --expert-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params", 8),
+        (EXPERTS, f"{DYNAMIC} --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall", 4),
+        nightly(EXPERTS, f"{DYNAMIC} {STAGES} --expert-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params", 8),
         nightly(f"{LEARNED} {GROUPS}", f"{DYNAMIC} --cp-comm-type all_gather --data-parallel-sharding-strategy optim_grads_params", 4),
-        nightly(EXPERTS, f"{DYNAMIC} --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall", 4),
         nightly(EXPERTS, "--dynamic-context-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel", 4),
         nightly(BLOCKS, f"{DYNAMIC} {STAGES} --context-parallel-size 2", 8),
         nightly(ROPE, f"{DYNAMIC} {STAGES} {RECOMPUTED}", 8),

@@ -40,6 +40,7 @@ def test_each_checkpoint_has_a_copy_with_its_tensors(
     assert sorted(path.name for path in copies.glob("iter_*")) == ["iter_0000002"]
 
 
+@pytest.mark.nightly
 def test_folders_of_transformers_are_written_at_intervals(tmp_path: Path) -> None:
     flags = {"--train-iters": "3", "--save-interval": "1", "--save-hf-interval": "2", "--keep-last": "2"}
     llama = {

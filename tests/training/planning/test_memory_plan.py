@@ -274,7 +274,7 @@ def test_on_a_gpu_the_workspace_of_cublas_is_counted() -> None:
     assert CUBLAS_BYTES < found.other < CUBLAS_BYTES + 2**20
 
 
-@pytest.mark.parametrize("is_few", [False, True])
+@pytest.mark.parametrize("is_few", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_interpolated_stages_equal_recorded_ones(*, is_few: bool) -> None:
     plan = examine(
         parse(
