@@ -123,7 +123,7 @@ def test_yarn_and_rope_take_weights_of_each_other(pool: WorkerPool, tmp_path: Pa
     assert all(torch.equal(found[name], value) for name, value in before.items())
 
 
-@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
+@pytest.mark.parametrize("flag", ["--finetune", pytest.param("--no-load-optim", marks=pytest.mark.nightly)])
 def test_a_flag_of_the_first_start_does_not_apply_to_restarts(
     pool: WorkerPool, tmp_path: Path, flag: str
 ) -> None:
