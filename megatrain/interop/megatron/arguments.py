@@ -84,7 +84,7 @@ _LAYOUT: Final = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-_LISTS = frozenset({"high_priority_stream_groups", "offload_modules"})
+_LISTS: Final = frozenset({"high_priority_stream_groups", "offload_modules"})
 """Arguments that are lists even if they have one value or none."""
 _PATTERNS: Final = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
 
