@@ -63,15 +63,21 @@ def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
 
 
 def trainer_of_command_line(
-    rank: int, world_size: int, words: list[str], store: dist.Store | None = None
+    rank: int,
+    world_size: int,
+    words: list[str],
+    store: dist.Store | None = None,
+    ranks_per_node: int | None = None,
 ) -> Trainer:
     """Build the trainer as `joined_ranks` and `pretrain.py` do, in a process whose process groups exist already.
 
     Args:
         store: shares the facts of rank 0, for ranks that see other files; None: each rank gathers the same.
+        ranks_per_node: None: all ranks are of one node.
     """
+    per_node = ranks_per_node or world_size
     environment = LaunchEnvironment(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+        rank=rank, world_size=world_size, local_rank=rank % per_node, local_world_size=per_node
     )
     request = parse(words)
     if store is None:
@@ -89,7 +95,7 @@ def trainer_of_command_line(
             facts=facts,
             grid=grid,
             device=torch.device("cpu"),
-            local_rank=rank,
+            local_rank=environment.local_rank,
             phases=Phases(Console(is_quiet=rank != 0)),
         )
     )

@@ -39,13 +39,16 @@ LAYOUT = ["--tensor-model-parallel-size", "2"]
 
 def on_nodes(rank: int, world_size: int, folder: Path, flags: list[str]) -> tuple[int, str]:
     """Train on two nodes; return the exit code and what was printed, or the error of a start that fails."""
-    node = folder / f"node_{2 * rank // world_size}"
+    per_node = world_size // 2
+    node = folder / f"node_{rank // per_node}"
     node.mkdir(exist_ok=True)
     printed, before = io.StringIO(), Path.cwd()
     os.chdir(node)
     try:
         with contextlib.redirect_stdout(printed):
-            trainer = trainer_of_command_line(rank, world_size, [*MODEL, *flags], _get_default_store())
+            trainer = trainer_of_command_line(
+                rank, world_size, [*MODEL, *flags], _get_default_store(), per_node
+            )
             trainer.resume()
             code = trainer.train()
     except MegatrainError as error:
