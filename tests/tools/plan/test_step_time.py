@@ -79,7 +79,7 @@ def test_collectives_between_nodes_are_slower_and_share_the_adapters_of_a_node()
     assert across.all_gather(1e9) > 3 * inside.all_gather(1e9)
     assert Group(CLUSTER, 64).all_gather(1e9) < across.all_gather(1e9)
     assert inside.all_reduce(1e9) == pytest.approx(2 * inside.all_gather(1e9), rel=0.05)
-    assert Group(CLUSTER, 1).all_to_all(1e9) == 0
+    assert Group(CLUSTER, 1).all_to_all(1e9, 1e9) == 0
 
 
 def test_small_gemms_and_few_rows_per_expert_are_slow() -> None:
