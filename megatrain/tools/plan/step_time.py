@@ -63,9 +63,7 @@ def step_time(workload: Workload, layout: Layout, cluster: Cluster, *, is_simula
     compute = _seconds(layout, busiest) * count
     pipeline = _simulated if is_simulated else _estimated
     alone = busiest.total - _seconds(layout, busiest)  # the first forward and the last backward pass
-    duration = (
-        pipeline(workload, layout, cluster, stages, busiest) if layout.pp > 1 else compute + alone
-    )
+    duration = pipeline(workload, layout, cluster, stages, busiest) if layout.pp > 1 else compute + alone
     weights = max(rank_weights(workload, layout), key=lambda one: one.dense + one.experts)
     return StepTime(
         compute=compute,

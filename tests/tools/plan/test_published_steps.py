@@ -118,7 +118,10 @@ def predicted_mfu(case: Published, time: StepTime, workload: Workload) -> float:
 
 @pytest.mark.parametrize(
     "case",
-    [case if case.name in ("DeepSeek-V3", "462B") else pytest.param(case, marks=pytest.mark.nightly) for case in PUBLISHED],
+    [
+        case if case.name in ("DeepSeek-V3", "462B") else pytest.param(case, marks=pytest.mark.nightly)
+        for case in PUBLISHED
+    ],
     ids=lambda case: case.name,
 )
 def test_a_predicted_step_is_near_the_published_one(case: Published) -> None:
@@ -133,7 +136,10 @@ def test_deepseek_v3_takes_its_gpu_hours_gains_with_fp8_and_by_each_part_of_its_
     whole = step_time(workload, layout, cluster, is_simulated=False).total
     assert whole == pytest.approx(seconds, rel=0.15)
     assert workload.flops / (seconds * V3.num_gpus * cluster.gpu.peak) == pytest.approx(V3.mfu, rel=0.01)
-    without = dataclasses.replace(cluster, has_deepep=False), dataclasses.replace(layout, overlaps_passes=False)
+    without = (
+        dataclasses.replace(cluster, has_deepep=False),
+        dataclasses.replace(layout, overlaps_passes=False),
+    )
     assert step_time(workload, layout, without[0], is_simulated=False).total > 1.05 * whole
     assert step_time(workload, without[1], cluster, is_simulated=False).total > 1.25 * whole
     in_bf16, _, _ = dataclasses.replace(V3, flags=_V3_LAYOUT).planned()
