@@ -75,8 +75,8 @@ stage "${data}_text_document.idx" "data: the corpus as tokens, in the .bin/.idx 
 if [[ -e "$run/complete" ]]; then
   say "training: complete already ($run/checkpoints); --fresh starts over"
 else
-  # A little past the middle, so that a checkpoint exists and some iterations run twice.
-  half=$(($("$PYTHON" scripts/quickstart/progress.py train-iters "$config") * 13 / 25))
+  # Near the middle, a little after a checkpoint: some iterations run twice.
+  half=$(($("$PYTHON" scripts/quickstart/progress.py train-iters "$config") * 11 / 25))
   if (($(last_iteration) < half)); then
     say "training: ${pretrain[*]}, to be killed half-way, at iteration $half"
     train_and_kill_at "$half"
