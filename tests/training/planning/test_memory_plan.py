@@ -139,9 +139,7 @@ OVER_RANKS = [
     "pp4 zbh1 batch8 offloadlayers",
 ]
 EVERYDAY = {
-    "tp2 sp tpoverlap",
     "tp2 sp dp2 pp2 zero1 gpt2",
-    "tp2 sp cp2 heads gpt2",
     "pp4 mtpalone mtp2",
     "tp2 sp dp2 zero3 fp8tensorwise",
     "dp2 zero3 overlap mixtral ep2 batch12 moeoverlap",
@@ -298,7 +296,7 @@ def test_interpolated_stages_equal_recorded_ones(*, is_few: bool) -> None:
     assert whole[5].total - found[5].total == (count - num_recorded) * 2 * 4
 
 
-@pytest.mark.parametrize(("count", "group"), [(12, 2), (13, 2), (17, 4)])
+@pytest.mark.parametrize(("count", "group"), one_in(3, [(13, 2), (12, 2), (17, 4)]))
 def test_three_groups_of_interleaved_micro_batches_have_the_memory_of_all(count: int, group: int) -> None:
     plan = examine(
         parse(
