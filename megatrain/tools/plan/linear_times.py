@@ -34,7 +34,7 @@ class Times:
     sends: float = 0.0
     """Part of both passes in which rows are sent, which a forward and a backward pass that run together overlap."""
     exposed_sends: float = 0.0
-    """What overlapped sends cost all the same, as they share SMs and memory."""
+    """Cost of overlapped sends all the same, as they share SMs and memory."""
 
     def __add__(self, other: Times) -> Times:
         return Times(

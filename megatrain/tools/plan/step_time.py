@@ -197,7 +197,7 @@ def _data_parallel(
     chunks = layout.chunks if PIPELINE_SCHEDULES[layout.schedule].has_groups else 1
 
     def exposed(sent: float, passes: float) -> float:
-        """Of a chunk its own pass hides a collective; of a schedule with groups the others' passes of a group hide the other chunks'."""
+        """Return what no pass hides: a chunk hides its own collective, and with groups of micro-batches those of all chunks before."""
         hidden = passes * (1 + layout.pp * (chunks - 1)) / chunks
         return max(sent - hidden, (sent - passes) / chunks, share * sent)
 

@@ -3,7 +3,7 @@
     passes launched    1 2 3 4 5 | wait, outside CUDA, until pass 1 has ended, or until this rank leaves its generation
     passes of the GPU  1 ...
 
-A collective of a lost rank never ends, and the GPU queues about 1,024 launches behind it. The next launch then waits in the driver with
+A collective of a lost rank never ends, and the GPU queues about 1,024 launches after it. The next launch then waits in the driver with
 its locks, and so does the abort of NCCL's communicators, which would end the collective (github.com/NVIDIA/nccl/issues/829 and 1317;
 communicators that do not block do not help, since it is CUDA that waits).
 """

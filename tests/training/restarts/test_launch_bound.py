@@ -1,4 +1,4 @@
-"""A rank with --inprocess-restart launches a few passes only behind one that does not end, and leaves when it is told to."""
+"""A rank with --inprocess-restart launches a few passes only after one that does not end, and leaves its generation from there."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def test_the_queue_of_the_device_is_bounded_and_all_passes_run() -> None:
     assert device.longest_queue == PASSES_AHEAD + 1
 
 
-def test_a_rank_behind_a_collective_that_never_ends_leaves_at_once_when_told_to() -> None:
+def test_a_rank_that_waits_for_a_collective_without_an_end_leaves_at_once() -> None:
     device, is_leaving = Device(last=7), threading.Event()
     hooks = LaunchBound(NoHooks(), device.mark, is_leaving)
-    told_at: list[float] = []
+    left_at: list[float] = []
 
-    def tell() -> None:
-        told_at.append(time.monotonic())
+    def leave() -> None:
+        left_at.append(time.monotonic())
         is_leaving.set()
 
-    timer = threading.Timer(0.1, tell)
+    timer = threading.Timer(0.1, leave)
     timer.start()
     with pytest.raises(dist.DistBackendError, match="lost"):
         run(hooks, 2000)
-    assert time.monotonic() - told_at[0] < 5
+    assert time.monotonic() - left_at[0] < 5
     assert device.launched == 7 + PASSES_AHEAD + 1
     timer.join()

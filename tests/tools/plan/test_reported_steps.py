@@ -1,4 +1,4 @@
-"""The cost model of `megatrain plan` against published speeds of other programs on thousands of GPUs: one set of constants for all.
+"""The cost model of `megatrain plan` against reported speeds of other programs on thousands of GPUs: one set of constants for all.
 
 Megatron-LM's table of models is an image without text; hidden sizes and layers are those that give its numbers of parameters with
 its vocabulary, and divide over its stages. It does not state the batch of 462 billion parameters: 1,536 sequences are assumed.
@@ -33,8 +33,8 @@ _LLAMA: Final = "arXiv:2407.21783, table 4"
 
 
 @dataclass(frozen=True)
-class Published:
-    """A published speed."""
+class Reported:
+    """A reported speed."""
 
     name: str
     source: str
@@ -69,7 +69,7 @@ _V3_LAYOUT: Final = (
     " --pipeline-schedule dualpipe-v --num-virtual-stages-per-pipeline-rank 2 --overlap-moe-expert-parallel-comm"
 )
 _FP8: Final = "--fp8-format hybrid --fp8-recipe blockwise"
-V3: Final = Published(
+V3: Final = Reported(
     "DeepSeek-V3",
     "arXiv:2412.19437, sections 3.2 and 3.3: 180,000 H800 hours for a trillion tokens, 62.9 million tokens a step",
     2048,
@@ -80,10 +80,10 @@ V3: Final = Published(
     gpu="H800",
     has_deepep=True,
 )
-PUBLISHED: Final = (
+REPORTED: Final = (
     V3,
-    Published("405B", _LLAMA, 16_384, 0.41, "--num-virtual-stages-per-pipeline-rank 6", config="llama3_405b"),
-    Published(
+    Reported("405B", _LLAMA, 16_384, 0.41, "--num-virtual-stages-per-pipeline-rank 6", config="llama3_405b"),
+    Reported(
         "405B, 8,192 GPUs",
         _LLAMA,
         8192,
@@ -91,7 +91,7 @@ PUBLISHED: Final = (
         "--num-virtual-stages-per-pipeline-rank 6",
         config="llama3_405b",
     ),
-    Published(
+    Reported(
         "405B, 131,072 tokens",
         _LLAMA,
         16_384,
@@ -99,7 +99,7 @@ PUBLISHED: Final = (
         "--seq-length 131072 --max-position-embeddings 131072 --context-parallel-size 16 --global-batch-size 128",
         config="llama3_405b",
     ),
-    Published(
+    Reported(
         "462B",
         f"{_README}: 47 to 48 %",
         6144,
@@ -107,12 +107,12 @@ PUBLISHED: Final = (
         f"{_MEGATRON} --num-layers 112 --hidden-size 18432 --num-attention-heads 144 --pipeline-model-parallel-size 16"
         " --num-virtual-stages-per-pipeline-rank 7 --global-batch-size 1536",
     ),
-    Published("177B, 96 GPUs", _README, 96, 0.47, _177B),
-    Published("177B, 4,608 GPUs", _README, 4608, 0.42, _177B),
+    Reported("177B, 96 GPUs", _README, 96, 0.47, _177B),
+    Reported("177B, 4,608 GPUs", _README, 4608, 0.42, _177B),
 )
 
 
-def predicted_mfu(case: Published, time: StepTime, workload: Workload) -> float:
+def predicted_mfu(case: Reported, time: StepTime, workload: Workload) -> float:
     return workload.flops / (time.total * case.num_gpus * GPUS[case.gpu].peak)
 
 
@@ -120,11 +120,11 @@ def predicted_mfu(case: Published, time: StepTime, workload: Workload) -> float:
     "case",
     [
         case if case.name in ("DeepSeek-V3", "462B") else pytest.param(case, marks=pytest.mark.nightly)
-        for case in PUBLISHED
+        for case in REPORTED
     ],
     ids=lambda case: case.name,
 )
-def test_a_predicted_step_is_near_the_published_one(case: Published) -> None:
+def test_a_predicted_step_is_near_the_reported_one(case: Reported) -> None:
     workload, layout, cluster = case.planned()
     time = step_time(workload, layout, cluster, is_simulated=True)
     assert predicted_mfu(case, time, workload) == pytest.approx(case.mfu, rel=case.tolerance)
@@ -147,7 +147,7 @@ def test_deepseek_v3_takes_its_gpu_hours_gains_with_fp8_and_by_each_part_of_its_
 
 
 @pytest.mark.nightly
-def test_the_published_layout_of_deepseek_v3_is_searched_and_near_the_fastest() -> None:
+def test_the_reported_layout_of_deepseek_v3_is_searched_and_near_the_fastest() -> None:
     """Whether it fits is another question: DeepSeek saves the inputs of experts in FP8, this program in bf16."""
     workload, layout, cluster = V3.planned()
     found = [
@@ -156,6 +156,6 @@ def test_the_published_layout_of_deepseek_v3_is_searched_and_near_the_fastest() 
         if (one.recompute, one.pp, one.cp) == ("selective", 16, 1) and "moe" not in one.modules
     ]
     times = {one: step_time(workload, one, cluster, is_simulated=False).total for one in found}
-    published = dataclasses.replace(layout, modules=next(iter(found)).modules)
-    assert published in times
-    assert times[published] <= 1.02 * min(times.values())
+    reported = dataclasses.replace(layout, modules=next(iter(found)).modules)
+    assert reported in times
+    assert times[reported] <= 1.02 * min(times.values())
