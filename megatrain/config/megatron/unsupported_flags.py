@@ -66,11 +66,6 @@ UNSUPPORTED_FLAGS: Final = (
         " --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=none",
     ),
     missing(
-        "the largest attention scores are not known, since fused attention does not return them",
-        "--qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-max-attention-logit",
-        instead="remove the flag; --qk-layernorm, --qk-l2-norm and --attn-logit-softcapping keep the scores small",
-    ),
-    missing(
         "this position embedding is not supported",
         "--mrope-section=+",
         instead="remove the flag, and use --position-embedding-type rope",

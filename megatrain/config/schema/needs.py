@@ -107,3 +107,14 @@ def conflict(
 
 def _has(value: Any, wanted: tuple[str, ...]) -> bool:
     return not set(wanted).isdisjoint(value if isinstance(value, tuple) else (value,))
+
+
+LOGITS_CONFLICTS = (
+    conflict("model.model_family", "bert", "t5", "vlm", why=": only causal attention is measured"),
+    conflict(
+        "data.pack_documents",
+        why=", whose ranks share no positions",
+        fix="use --reset-attention-mask in place of --pack-documents",
+    ),
+)
+"""Conflicts of settings that measure attention logits."""

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.config.schema.lr_decay import LrDecay, read_by
-from megatrain.config.schema.needs import conflict, none_of, off, on, one_of
+from megatrain.config.schema.needs import LOGITS_CONFLICTS, conflict, none_of, off, on, one_of
 from megatrain.config.schema.resume_class import OPTIMIZER_STATE, SAFE, SCHEDULE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _MOMENTS = none_of("optimizer.optimizer", "sgd", why=", which has no such state")
 _MUON = one_of("optimizer.optimizer", "muon")
+_NORMED = ", after which their weights' scale has no effect"
 _DYNAMIC_SCALE = (on("precision.fp16"), off("precision.loss_scale"))
 _WARMUP = ": both set the length of warm-up"
 _DELAYED = one_of("precision.fp8_recipe", "delayed")
@@ -89,6 +90,20 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Newton-Schulz coefficients; simple is that of `torch.optim.Muon`."""
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting("medium", needs=_MUON)
     """Arithmetic of the Newton-Schulz iterations: bfloat16 (medium), TF32 (high), or float32 (highest)."""
+    qk_clip: bool = setting(
+        False,
+        conflicts=(
+            conflict("model.qk_layernorm", when=off("model.multi_latent_attention"), why=_NORMED),
+            conflict("model.qk_l2_norm", why=_NORMED),
+            conflict("adapters.lora_rank", why=", which does not train the projections of queries and keys"),
+            *LOGITS_CONFLICTS,
+        ),
+    )
+    """QK-Clip (Kimi K2): after each update, scale the projections of queries and keys of heads whose largest attention logit exceeds a threshold. Costs the scores once more."""
+    qk_clip_alpha: float = setting(0.5, at_least=0, at_most=1, needs=on("optimizer.qk_clip"))
+    """Exponent of the factor of queries; that of keys is 1 minus it."""
+    qk_clip_threshold: float = setting(100.0, above=0, needs=on("optimizer.qk_clip"))
+    """Attention logit above which --qk-clip scales."""
     ema_decay: float = setting(0.0, at_least=0, below=1, on_resume=OPTIMIZER_STATE)
     """Keep an exponential moving average of the master weights with this decay per iteration: one more state of each trained parameter, sharded and saved with the others. 0: none. Not in Megatron-LM."""
     clip_grad: float = setting(1.0, at_least=0)

@@ -447,6 +447,12 @@ OPTIONS: Final[tuple[Option, ...]] = (
         Feature("clip", "--clip-grad 0.5"),
         Feature("noclip", "--clip-grad 0"),
     ),
+    _option(
+        "attention logits",
+        "optimizer.qk_clip",
+        Feature("unclipped"),
+        Feature("qkclip", "--qk-clip --qk-clip-threshold 1e-3 --qk-clip-alpha 0.3"),
+    ),
 )
 
 _DYNAMIC_PACKS: Final = (

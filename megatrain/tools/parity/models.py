@@ -140,6 +140,8 @@ IMAGE_SIZE = (8, 12)
 
 WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
+WITHOUT_QK_CLIP = ("olmo2", "qwen", "gpt-oss", "nemotron", "mup", *OF_FAMILIES)
+"""Models that normalize each head of queries and keys, whose scale has no effect, and those with other than causal attention."""
 WITHOUT_CONTEXT_RANKS = ("t5", "t5relative")
 """Models of two stacks, whose samples are split over no context ranks."""
 WITHOUT_DOCUMENTS = tuple(OF_FAMILIES)

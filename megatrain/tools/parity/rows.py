@@ -35,6 +35,7 @@ from megatrain.tools.parity.models import (
     WITHOUT_CONTEXT_RANKS,
     WITHOUT_DOCUMENTS,
     WITHOUT_MTP,
+    WITHOUT_QK_CLIP,
     WITHOUT_TEACHERS,
     WITHOUT_TENSOR_OVERLAP,
     WITHOUT_TOKEN_MEANS,
@@ -357,6 +358,7 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     "distillation",
     "optimizer",
     "optimizer state",
+    "attention logits",
     "model",
 )
 def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
@@ -364,6 +366,8 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     if known["loss"] == "tokens" and known["model"] in WITHOUT_TOKEN_MEANS:
         return False
     if known["tensor communication"] == "tpoverlap" and known["model"] in WITHOUT_TENSOR_OVERLAP:
+        return False
+    if known["attention logits"] == "qkclip" and known["model"] in WITHOUT_QK_CLIP:
         return False
     if known["distillation"] not in (None, "noteacher") and known["model"] in WITHOUT_TEACHERS:
         return False
