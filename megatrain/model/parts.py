@@ -21,6 +21,7 @@ from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
+from megatrain.config.model_spec.replacement import AttentionReplacementSpec, MlpReplacementSpec
 from megatrain.config.user_function import describe_line
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.families.cross_attention import CrossAttention
@@ -30,6 +31,7 @@ from megatrain.model.layer_context import LayerContext
 from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.mamba import Mamba
 from megatrain.model.recompute import RecomputedModule
+from megatrain.model.replacement import Replacement
 
 
 def build_part(part: Part, context: LayerContext) -> nn.Module:
@@ -72,4 +74,6 @@ MODULES: Final[Mapping[type[Part], Callable[[Any, LayerContext], nn.Module]]] = 
     MlpSpec: _mlp,
     ExpertsSpec: expert_branch,
     CrossAttentionSpec: CrossAttention,
+    AttentionReplacementSpec: Replacement,
+    MlpReplacementSpec: Replacement,
 }

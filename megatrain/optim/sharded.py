@@ -138,7 +138,7 @@ class ShardedOptimizer:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of state per element, by their names in checkpoints; the master weight comes first."""
-        return (WEIGHT, *self.rule.kinds, *(() if self.muon is None else (self.muon.kind,)), *self._averages)
+        return (WEIGHT, *self.rule.kinds, *(() if self.muon is None else self.muon.kinds), *self._averages)
 
     @property
     def _averages(self) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class ShardedOptimizer:
     def kinds_of(self, layout: ParamLayout) -> tuple[str, ...]:
         """Return the kinds of state of a parameter."""
         if self.muon is not None and layout.group.is_matrix:
-            return (WEIGHT, self.muon.kind, *self._averages)
+            return (WEIGHT, *self.muon.kinds, *self._averages)
         return (WEIGHT, *self.rule.kinds, *self._averages) if layout.is_trained else (WEIGHT,)
 
     def state(self, kind: str) -> list[Tensor]:
@@ -206,7 +206,7 @@ class ShardedOptimizer:
         self.step_count += 1
         shards = self._updates(hyperparams, norm, gradient_scale, is_finite)
         if self.muon is not None:
-            self.muon.step(shards, self.moments[self.muon.kind])
+            self.muon.step(shards, self.moments)
         on_device, offloaded = shards[: self.num_on_device], shards[self.num_on_device :]
         if self.host_updates is not None:
             self.host_updates.begin(offloaded)

@@ -113,11 +113,6 @@ ACCEPTED_FLAGS: Final = (
         "--muon-tp-mode=duplicated|distributed",
         instead="remove the flag; orthogonalizing blocks of a matrix would be a different optimizer for each layout",
     ),
-    accepted(
-        "parameters that are not matrices of a layer are always updated by Adam",
-        "--muon-scalar-optimizer=adam",
-        instead="remove the flag; lion is not supported",
-    ),
     accepted("it changes how a product is computed, not its result", "--muon-use-syrk"),
     accepted("optimizer shards have the same layout for all optimizers", "--no-use-layer-wise-param-layout"),
     accepted(

@@ -125,11 +125,6 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     # Optimizer and schedule
     missing(
-        "this optimizer is not supported",
-        "--lion-beta1= --lion-beta2=",
-        instead="remove the flag, and use --optimizer adam or sgd",
-    ),
-    missing(
         "a run that trains no weight is not supported",
         "--freeze-all-layers",
         instead="use `megatrain cache-logits`, which stores a teacher's outputs, or --eval-only for losses",

@@ -210,7 +210,7 @@ HF_PREFIX: Final = "hf:"
 
 _NOT_HELD: Final = ", which Megatron-LM's format does not hold"
 _NOT_COPIED: Final = (
-    conflict("optimizer.optimizer", "sgd", "muon", why=_NOT_HELD),
+    conflict("optimizer.optimizer", "sgd", "muon", "adaptive_muon", "lion", why=_NOT_HELD),
     conflict("model.model_family", "vlm", why=_NOT_HELD),
     conflict("model.spec", why=_NOT_HELD),
     conflict("model.hybrid_layer_pattern", when=contains("model.hybrid_layer_pattern", "P"), why=_NOT_HELD),

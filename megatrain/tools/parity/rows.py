@@ -34,6 +34,7 @@ from megatrain.tools.parity.models import (
     OF_FOUR_LAYERS,
     WITHOUT_CONTEXT_RANKS,
     WITHOUT_DOCUMENTS,
+    WITHOUT_LION,
     WITHOUT_MTP,
     WITHOUT_QK_CLIP,
     WITHOUT_TEACHERS,
@@ -148,7 +149,7 @@ _OF_EXPERTS = (
     "rank order",
 )
 """Further options that decide whether experts fit."""
-_OF_MODELS = ("documents", "loss", "tensor communication", "distillation")
+_OF_MODELS = ("documents", "loss", "tensor communication", "distillation", "attention logits")
 """Further options that decide whether a model fits."""
 _OF_MTP = ("multi-token prediction", "pipeline split", "model")
 _ALL_FEATURES = (*FEATURE_OPTIONS, *_APART)
@@ -366,6 +367,8 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     if known["loss"] == "tokens" and known["model"] in WITHOUT_TOKEN_MEANS:
         return False
     if known["tensor communication"] == "tpoverlap" and known["model"] in WITHOUT_TENSOR_OVERLAP:
+        return False
+    if known["optimizer"] == "lion" and known["model"] in WITHOUT_LION:
         return False
     if known["attention logits"] == "qkclip" and known["model"] in WITHOUT_QK_CLIP:
         return False
