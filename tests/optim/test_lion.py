@@ -26,7 +26,9 @@ def test_steps_follow_the_formula(dtype):
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(12, generator=generator, dtype=torch.float64)
     mean, weight = torch.zeros(12, dtype=torch.float64), torch.zeros(12, dtype=dtype)
-    lr, decay = torch.tensor([0.1] * 5 + [0.01] * 7).double(), torch.tensor([0.5] * 5 + [0.0] * 7).double()
+    lr, decay = (
+        torch.tensor(x, dtype=torch.float64) for x in ([0.1] * 5 + [0.01] * 7, [0.5] * 5 + [0.0] * 7)
+    )
     expected, momentum = master.clone(), mean.clone()
     for _ in range(4):
         grad = torch.randn(12, generator=generator, dtype=torch.float64)

@@ -94,7 +94,7 @@ def test_projections_of_heads_above_the_threshold_are_scaled(words):
             factors = eta.repeat_interleave(
                 len(exponents) * spec.num_heads // groups if name == "q" else len(exponents)
             )
-            channels = torch.tensor(exponents).double().repeat(len(factors) // len(exponents))
+            channels = torch.tensor(exponents, dtype=torch.float64).repeat(len(factors) // len(exponents))
             weight = weights.pop(f"{prefix}.{name}.weight")
             expected = weight * factors.pow(channels)[:, None]
             torch.testing.assert_close(clipped.pop(f"{prefix}.{name}.weight"), expected, rtol=1e-12, atol=0)

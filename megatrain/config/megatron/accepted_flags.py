@@ -113,6 +113,11 @@ ACCEPTED_FLAGS: Final = (
         "--muon-tp-mode=duplicated|distributed",
         instead="remove the flag; orthogonalizing blocks of a matrix would be a different optimizer for each layout",
     ),
+    accepted(
+        "inference and reinforcement learning choose what is recorded and replayed; training, with recomputed layers too, is the"
+        " same without it",
+        "--moe-enable-routing-replay",
+    ),
     accepted("it changes how a product is computed, not its result", "--muon-use-syrk"),
     accepted("optimizer shards have the same layout for all optimizers", "--no-use-layer-wise-param-layout"),
     accepted(

@@ -19,7 +19,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     missing(
         "recording or forcing routing decisions is not supported",
-        "--moe-router-force-biased= --moe-enable-routing-replay"
+        "--moe-router-force-biased="
         " --moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits"
         " --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters= --moe-routing-trace-path="
         " --save-tokens-per-expert-interval=",
