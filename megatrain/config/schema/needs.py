@@ -111,10 +111,6 @@ def _has(value: Any, wanted: tuple[str, ...]) -> bool:
 
 LOGITS_CONFLICTS = (
     conflict("model.model_family", "bert", "t5", "vlm", why=": only causal attention is measured"),
-    conflict(
-        "data.pack_documents",
-        why=", whose ranks share no positions",
-        fix="use --reset-attention-mask in place of --pack-documents",
-    ),
+    conflict("data.pack_documents", why=", whose ranks have documents of their own"),
 )
 """Conflicts of settings that measure attention logits."""
