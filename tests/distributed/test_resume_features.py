@@ -40,8 +40,8 @@ RUNS = {
     "bf16 moments dp2": (2, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
     "bf16 dp2": (2, "--bf16"),
     "adaptive muon, lion and clipped logits tp2 dp2": (4, (
-        "--bf16 --optimizer adaptive_muon --muon-nesterov --muon-scalar-optimizer lion --tensor-model-parallel-size 2"
-        " --qk-clip --qk-clip-threshold 1e-3")),
+        "--bf16 --optimizer adaptive_muon --muon-nesterov --muon-scalar-optimizer lion --qk-clip --qk-clip-threshold 1e-3"
+        " --tensor-model-parallel-size 2")),
     "fp8 delayed pp2": (2, ("--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
                             " --pipeline-model-parallel-size 2")),
     "fp8 delayed gather dp2": (2, "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-param-gather"),

@@ -429,7 +429,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
             {
                 "muon": "--optimizer muon --muon-nesterov",
                 "muonjoint": "--optimizer muon --muon-no-split-qkv",
-                "adaptivemuon": "--optimizer adaptive_muon",
+                "adaptivemuon": "--optimizer adaptive_muon --adaptive-muon-eps 1e-3",
             },
             excludes=("offload",),
         ),
