@@ -4,7 +4,7 @@
     queries, keys       weights *= eta^alpha, eta^(1 - alpha)       logits of the same input *= eta
     with latents        the rotary channels of keys belong to all heads: those of queries *= eta
 
-It acts on master weights between the update and the all-gather, whatever the optimizer. Source: Kimi K2, arXiv:2507.20534,
+It acts on master weights between the update and the all-gather, of every optimizer. Source: Kimi K2, arXiv:2507.20534,
 section 2.1; Megatron-LM has the same exponents.
 """
 
