@@ -35,11 +35,10 @@ from megatrain.config.model_spec.experts import BalancingLoss, ExpertsSpec, Rout
 from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.lora import LoraSpec
-from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.mlp import AttentionReplacementSpec, MlpReplacementSpec, MlpSpec
 from megatrain.config.model_spec.model import ModelSpec, MtpSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.part import Part
-from megatrain.config.model_spec.replacement import AttentionReplacementSpec, MlpReplacementSpec
 from megatrain.config.model_spec.rotary import LlamaScaling, RotarySpec, YarnScaling
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import derives

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatrain.config.model_spec.replacement import ReplacementSpec
+from megatrain.config.model_spec.mlp import ReplacementSpec
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext
 from megatrain.parallel.batch import PassInfo
