@@ -135,7 +135,7 @@ def _size(part: Mapping[str, Any], where: str, size: int | None, default: int) -
 
 
 def _is_true(part: Mapping[str, Any], key: str, where: str) -> bool:
-    value = part.get(key, False)
+    value = False if part.get(key) is None else part[key]
     if not isinstance(value, bool):
         raise LayersError(f"{where}.{key} {json.dumps(value)} is not true or false")
     return value
