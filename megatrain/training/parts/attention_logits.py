@@ -56,6 +56,7 @@ class AttentionLogits:
         for branch in (module for segment in model.segments for module in segment.modules()):
             if isinstance(branch, Attention | ExpandedAttention | GatheredAttention):
                 name = _name_of(branch)
+                assert isinstance(branch.core, nn.Module)
                 self._observe(branch.core, model, specs[name], self.values[numbers[name]])
 
     def _observe(self, core: nn.Module, model: Model, spec: AttentionSpec, values: Tensor) -> None:
