@@ -34,6 +34,7 @@ _LINES: Final = 10000
 _MESSAGES, _ANSWERS = 101, 102
 _DRIVER: Final = Path(__file__).with_name("record.bash")
 _STAND_IN: Final = re.compile(r"__port_(?:v_(\w+?)|c_(\d+_\d+))__")
+_SEPARATORS: Final = ("__port_inner__", "__port_script__")
 _OF_SHELL: Final = ("OLDPWD", "SHLVL", "_")
 _START: Final = "__port_v_PWD__"
 """The folder in which the script starts."""
@@ -236,24 +237,20 @@ class _Reader:
         return lines[int(line) - 1] if 0 < int(line or 0) <= len(lines) else ""
 
     def _command(self, place: str, number: str, given: str, *words: str) -> None:
-        batch: tuple[Word, ...] = ()
-        if words[0] == "sbatch" and "__port_script__" in words:
-            first = words.index("__port_script__")
-            batch, words = tuple(map(self._word, words[:first])), words[first + 1 :]
-        at = 0
-        for separator in ("__port_inner__", "__port_script__"):
-            if separator in words:
-                at = max(at, len(words) - words[::-1].index(separator))
-        is_inner = at > 0 and words[at - 1] == "__port_inner__"
-        outer = [self._word(word) for word in words[: max(at - 1, 0)] if not word.startswith("__port_")]
+        batch, launcher, rest, is_inner = _separated(words)
+        outer = list(map(self._word, launcher))
         exports, inner_exports = self._environment()
         if inner_exports and not is_inner:  # a script that another host runs
             is_inner = True
             outer += [(Part("bash"),), (Part("-c"),)]
-        own = [self._word(word, is_inner=is_inner) for word in words[at:]]
-        wrapper = tuple(outer) if is_inner else ()
+        own = [self._word(word, is_inner=is_inner) for word in rest]
         command = Command(
-            place, tuple(own if is_inner else [*outer, *own]), wrapper, exports, inner_exports, batch
+            place,
+            tuple(own if is_inner else [*outer, *own]),
+            tuple(outer) if is_inner else (),
+            exports,
+            inner_exports,
+            tuple(map(self._word, batch)),
         )
         given = given.strip()
         before = "" if not given else plain(self._word(given))
@@ -359,6 +356,18 @@ class _Reader:
             f"{self.found.file}: bash does not understand it: syntax error {message.strip()}",
             fix=f"run `bash -n {self.found.file}`, and correct the script",
         )
+
+
+def _separated(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str], Sequence[str], bool]:
+    """Return the words of `sbatch`, of the launcher and of a command, and whether it is in the text of a shell."""
+    batch: Sequence[str] = ()
+    if words[0] == "sbatch" and "__port_script__" in words:
+        first = words.index("__port_script__")
+        batch, words = words[:first], words[first + 1 :]
+    separators = [number for number, word in enumerate(words) if word in _SEPARATORS]
+    at = separators[-1] + 1 if separators else 0
+    launcher = [word for word in words[:at] if word not in _SEPARATORS]
+    return batch, launcher, words[at:], at > 0 and words[at - 1] == "__port_inner__"
 
 
 def _driver_lines() -> int:

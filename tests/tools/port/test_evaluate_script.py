@@ -85,6 +85,7 @@ OPEN = {
     'if [ -z "$GPUS" ]; then GPUS=8; fi; run $GPUS': "run 8",
     "run $TP": "run 4",
     "TP=2; run $TP": "run 4",
+    "srun -w $1 inner.sh": 'srun -w "${1}" inner.sh',
     "srun bash -c 'run $SLURM_PROCID '$1": 'run "\\${SLURM_PROCID}" "${1}"',
 }
 
@@ -114,7 +115,7 @@ def test_a_training_command_has_its_environment_and_wrapper(read):
 
 
 @pytest.mark.parametrize(
-    "launch", ["srun bash -c '{}'", "srun bash <<'END'\n{}\nEND", "ssh n1 '{}'", "srun inner.sh"]
+    "launch", ["srun bash -c '{}'", "srun bash <<'END'\n{}\nEND", "ssh n1 '{}'", "srun $HOSTS inner.sh"]
 )
 def test_what_an_inner_shell_exports_stays_there(read, tmp_path, launch):
     inner = "cd /work\nexport RANK=$SLURM_PROCID NCCL_DEBUG=$LEVEL\npython pretrain_gpt.py --name $RANK"
@@ -131,7 +132,7 @@ def test_what_an_inner_shell_exports_stays_there(read, tmp_path, launch):
         "OUTER": "1",
         "LEVEL": "INFO",
     }
-    assert command.wrapper
+    assert ('"${HOSTS}"' in map(quoted, command.wrapper)) == ("HOSTS" in launch)
     assert command.text == 'python pretrain_gpt.py --name "\\${SLURM_PROCID}"'
 
 
