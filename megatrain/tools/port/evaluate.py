@@ -52,7 +52,7 @@ class Command:
     exports: Mapping[str, Word] = field(default_factory=dict)
     """The environment that the script gives it, with `PWD` if it changes the folder; only of a training command."""
     inner_exports: Mapping[str, Word] = field(default_factory=dict)
-    """What the shell of the wrapper sets itself, on each host."""
+    """Variables that the shell of the wrapper sets itself, on each host."""
     batch: tuple[Word, ...] = ()
     """`sbatch` with its options, if it submits the script in which the command is."""
 

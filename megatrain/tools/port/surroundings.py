@@ -119,25 +119,27 @@ def slurm_line(launch: Launch, slurm: Mapping[str, str], size: int, *, is_known:
     kept = {
         name: value for name, value in slurm.items() if name not in {*_TEMPLATE, *options, "--gres", "--gpus"}
     }
-    line = " ".join(f"{name}={value}" if value else name for name, value in {**options, **kept}.items())
-    container = "".join(f"{name}={value} " for name, value in _container(launch))
-    yield printable(
-        f"{container}sbatch {line} scripts/slurm/{script} FLAGS, with the flags after pretrain.py"
-    )
-    for name, value in slurm.items():
-        if name in _TEMPLATE:
+    line = " ".join([*_container(launch), "sbatch", *map(_option, (options | kept).items())])
+    yield printable(f"{line} scripts/slurm/{script} FLAGS, with the flags after pretrain.py")
+    for one in slurm.items():
+        if one[0] in _TEMPLATE:
             yield printable(
-                f"#SBATCH {name}{value and f'={value}'}: scripts/slurm/{script} sets what it needs for {_TEMPLATE[name]}"
+                f"#SBATCH {_option(one)}: scripts/slurm/{script} sets what it needs for {_TEMPLATE[one[0]]}"
             )
 
 
-def _container(launch: Launch) -> Iterator[tuple[str, str]]:
+def _option(option: tuple[str, str]) -> str:
+    return "=".join(filter(None, option))
+
+
+def _container(launch: Launch) -> Iterator[str]:
     """Yield the variables of scripts/slurm for the container of `srun`."""
     words = (*launch.wrapper, *launch.launcher)
     for word, following in zip(words, (*words[1:], (Part(""),)), strict=True):
         name, sign, _ = plain(word).partition("=")
         if name in _CONTAINER:
-            yield _CONTAINER[name], quoted(without_start(word, len(name) + 1) if sign else following)
+            value = without_start(word, len(name) + 1) if sign else following
+            yield f"{_CONTAINER[name]}={quoted(value)}"
 
 
 def _gpus(slurm: Mapping[str, str]) -> int | None:
