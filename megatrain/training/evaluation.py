@@ -74,7 +74,7 @@ class Evaluation:
         self.garbage = garbage
         self.schedule = evaluations(run.plan)
         training = run.plan.config.training
-        self.tasks = TaskEvaluation(run.ranks, run.engine) if training.eval_tasks else None
+        self.tasks = TaskEvaluation(run.engine) if training.eval_tasks else None
 
     def is_due(self, iteration: int) -> bool:
         """Return whether an evaluation of samples or tasks follows this iteration."""

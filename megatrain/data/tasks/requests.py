@@ -9,7 +9,7 @@ belong to the answer. A row longer than the model's context loses its first toke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,11 +64,19 @@ def requests_of(tasks: Sequence[Task], tokenizer: Tokenizer) -> list[Request]:
 
 
 def encode_pairs(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[Request]:
-    """Tokenize contexts with the texts that follow them. Raises InputError if an empty context has no token to begin with."""
-    contexts = [context.rstrip() for context, _ in pairs]
-    wholes = tokenizer.encode_batch([context + text for context, text in pairs])
-    starts = tokenizer.encode_batch(contexts)
-    ends = tokenizer.encode("a")[-1:] == [tokenizer.eod]
+    """Tokenize contexts with the texts that follow them.
+
+    Raises:
+        InputError: a text is none of the tokenizer, or an empty context has no token to begin with.
+    """
+    try:
+        wholes = tokenizer.encode_batch([context + text for context, text in pairs])
+        starts = tokenizer.encode_batch([context.rstrip() for context, _ in pairs])
+    except ValueError as error:
+        raise InputError(
+            f"a document of a task: {error}", fix="write text that the tokenizer reads"
+        ) from error
+    ends = tokenizer.encode("0")[-1:] == [tokenizer.eod]
     found = []
     for whole, start in zip(wholes, starts, strict=True):
         tokens, first = whole[: len(whole) - ends], len(start) - ends
@@ -127,16 +135,20 @@ def batch_of(requests: Sequence[Request], *, length: int, size: int, device: tor
     )
 
 
-def scores_of(requests: Sequence[Request], losses: Tensor, are_greedy: Tensor) -> list[Score]:
-    """Return the scores of the requests of a micro-batch, from its labels' losses and whether each has the largest logit, [b, s].
+def round_scores(requests: Sequence[Request], one: Round, values: Tensor) -> dict[int, Score]:
+    """Return the scores of the requests of a round by their number.
 
     A sum covers the scored tokens alone, in order, so that it does not depend on how rows are padded or split.
+
+    Args:
+        values: each label's loss, and 1 if it has the largest logit: [micro-batches, 2, b, s].
     """
-    found = []
-    for row, request in enumerate(requests):
-        stop = min(len(request.tokens) - 1, losses.shape[1])
-        part = slice(max(0, stop - request.num_scored), stop)
-        found.append(Score(-math.fsum(losses[row, part].tolist()), bool(are_greedy[row, part].all())))
+    found = {}
+    for numbers, (losses, hits) in zip(one.microbatches, values, strict=True):
+        for row, number in enumerate(numbers):
+            stop = min(len(requests[number].tokens) - 1, one.length)
+            part = slice(max(0, stop - requests[number].num_scored), stop)
+            found[number] = Score(-math.fsum(losses[row, part].tolist()), bool((hits[row, part] > 0).all()))
     return found
 
 
@@ -167,8 +179,3 @@ def task_metrics(tasks: Sequence[Task], scores: Sequence[Score]) -> dict[str, di
 
 METRICS = ("accuracy", "accuracy_norm", "log_likelihood")
 """Names of the metrics of a task; a cloze task has no second one."""
-
-
-def spread(values: Mapping[str, Mapping[str, float]]) -> list[float]:
-    """Return the metrics as numbers, in the order of tasks and `METRICS`."""
-    return [of_task[name] for of_task in values.values() for name in METRICS if name in of_task]

@@ -20,7 +20,7 @@ def forward_passes(
     Args:
         batches: this context rank's rows of each.
         num_samples: samples of each micro-batch before its padding; None: all.
-        length: tokens of a sample, a multiple of 2 cp tp; None: as in training.
+        length: tokens of a sample, a multiple of tp, less than in training without context ranks alone; None: as in training.
     """
     executor, config = engine.executor, engine.plan.config
     infos = [

@@ -23,8 +23,8 @@ from megatrain.data.tasks.requests import (
     Score,
     batch_of,
     requests_of,
+    round_scores,
     rounds,
-    scores_of,
     task_metrics,
 )
 from megatrain.data.tokenizers.build import load_tokenizer
@@ -32,17 +32,16 @@ from megatrain.model.families.token_scores import noted_scores
 from megatrain.model.head import Head
 from megatrain.parallel.collectives import all_reduce
 from megatrain.training.engine import Engine
-from megatrain.training.launch.ranks import Ranks
 from megatrain.training.tasks.passes import forward_passes
 
 
 class TaskEvaluation:
     """The tasks of a run. All ranks create it and call it alike."""
 
-    def __init__(self, ranks: Ranks, engine: Engine) -> None:
-        self.ranks, self.engine, self.tasks = ranks, engine, list[Task]()
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.grid, self.tasks = engine, engine.grid, list[Task]()
         config, requests = engine.plan.config, list[Request]()
-        if ranks.is_main:
+        if self.grid.rank == 0:
             self.tasks = read_tasks(config.training.eval_tasks, config.training.eval_tasks_limit)
             requests = requests_of(self.tasks, load_tokenizer(config.tokenizer))
         self.requests = self._from_main(requests)
@@ -60,35 +59,34 @@ class TaskEvaluation:
 
     def _of_main(self, numbers: Sequence[int], count: int) -> list[int]:
         """Return the numbers of rank 0 on all ranks."""
-        values = torch.zeros(count, dtype=torch.int64, device=self.ranks.device)
-        if self.ranks.is_main:
-            values += torch.tensor(numbers, dtype=torch.int64, device=self.ranks.device)
-        found: list[int] = all_reduce(values, self.ranks.grid.world).tolist()
+        values = torch.zeros(count, dtype=torch.int64, device=self.engine.device)
+        if self.grid.rank == 0:
+            values += torch.tensor(numbers, dtype=torch.int64, device=self.engine.device)
+        found: list[int] = all_reduce(values, self.grid.world).tolist()
         return found
 
     def run(self, reason_to_stop: Callable[[], str | None]) -> tuple[dict[str, dict[str, float]], str | None]:
         """Return the metrics of each task, equal on all ranks, or the reason to stop; a collective that is called between rounds."""
-        grid, training = self.ranks.grid, self.engine.plan.config.training
-        scores: dict[int, Score] = {}
+        grid, training = self.grid, self.engine.plan.config.training
+        length, scores = text_length(self.engine.plan.config), dict[int, Score]()
         for one in rounds(
             self.requests,
-            max_length=text_length(self.engine.plan.config),
+            max_length=length,
             batch_size=training.eval_micro_batch_size,
             per_round=grid.dp.size * max(self.engine.plan.derived.num_eval_microbatches, grid.pp.size),
-            divisor=2 * grid.cp.size * grid.tp.size,
+            # Context ranks have RoPE tables of their positions in samples of the whole length.
+            divisor=grid.tp.size if grid.cp.size == 1 else length,
         ):
             reason = reason_to_stop()
             if reason is not None:
                 return {}, reason
-            for numbers, (losses, hits) in zip(one.microbatches, self._values(one).cpu(), strict=True):
-                of_batch = [self.requests[number] for number in numbers]
-                scores |= zip(numbers, scores_of(of_batch, losses, hits > 0), strict=True)
+            scores |= round_scores(self.requests, one, self._values(one).cpu())
         ordered = [scores[number] for number in range(len(scores))]
         return self._metrics(ordered), None
 
     def _values(self, one: Round) -> Tensor:
         """Return losses and hits of the labels of a round: [micro-batches, 2, b, s], equal on all ranks."""
-        engine, dp, length = self.engine, self.ranks.grid.dp, one.length
+        engine, dp, length = self.engine, self.grid.dp, one.length
         size, count = engine.plan.config.training.eval_micro_batch_size, len(one.microbatches)
         mine = [one.microbatches[n : n + 1] for n in range(dp.rank, -(-count // dp.size) * dp.size, dp.size)]
         requests = [[self.requests[number] for number in (batch[0] if batch else ())] for batch in mine]
@@ -106,6 +104,6 @@ class TaskEvaluation:
 
     def _metrics(self, scores: Sequence[Score]) -> dict[str, dict[str, float]]:
         """Return the metrics, which rank 0 computes, on all ranks."""
-        found = task_metrics(self.tasks, scores) if self.ranks.is_main else {}
-        metrics: dict[str, dict[str, float]] = self.ranks.grid.messages.broadcast(found)
+        found = task_metrics(self.tasks, scores) if self.grid.rank == 0 else {}
+        metrics: dict[str, dict[str, float]] = self.grid.messages.broadcast(found)
         return metrics
