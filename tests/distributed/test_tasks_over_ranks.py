@@ -77,9 +77,5 @@ def scored(rank: int, world_size: int, layout: Layout, file: str) -> tuple[Mappi
     counts = torch.arange(101) % 7
     loss, _, tokens_found, num_bytes = evaluate(engine, [batch], None, counts).tolist()
     expected = float((counts[batch.labels] * mask).sum()) * engine.grid.dp.size
-    return metrics["numbers"], [
-        loss / engine.grid.dp.size,
-        num_bytes,
-        tokens_found / engine.grid.dp.size,
-        expected,
-    ]
+    sums = [loss, num_bytes, tokens_found, expected]
+    return metrics["numbers"], [one / engine.grid.dp.size for one in sums]

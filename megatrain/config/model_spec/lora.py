@@ -6,6 +6,7 @@ B  decoder.layers.0.attention.q.lora_b.weight [o, rank]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -47,6 +48,20 @@ class LoraSpec:
         """Return whether a weight, by its canonical name, has an adapter."""
         ends = tuple(f".{name}.weight" for module in self.modules for name in _TENSORS[module])
         return weight.endswith(ends)
+
+
+def modules_with(weights: Sequence[str]) -> tuple[LoraModule, ...]:
+    """Return the linear layers, by the names of transformers, that have one of these weights."""
+    ends = {
+        module: tuple(f".{name}.weight" for name in names)
+        for module, names in _TENSORS.items()
+        if len(names) == 1
+    }
+    return tuple(
+        module
+        for module in ends
+        if module.endswith("_proj") and any(one.endswith(ends[module]) for one in weights)
+    )
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
