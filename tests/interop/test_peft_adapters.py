@@ -59,7 +59,7 @@ def test_a_folder_of_peft_is_read_computed_and_written_back(
     assert (
         main(["convert", "peft-to-megatrain", str(folder), str(tmp_path / "ours"), "--base", str(base)]) == 0
     )
-    flags = "--lora-rank 2 --lora-alpha 6 --lora-target-modules q_proj down_proj"
+    flags = "--lora-rank 2 --lora-alpha 6 --lora-dropout 0.1 --lora-target-modules q_proj down_proj"
     assert flags in capsys.readouterr().out
     merged = made("llama")
     for key, b in tensors.items():

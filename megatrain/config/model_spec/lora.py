@@ -38,6 +38,8 @@ class LoraSpec:
     rank: int
     alpha: float
     modules: tuple[LoraModule, ...]
+    dropout: float = 0.0
+    """Probability with which an input of an adapter is dropped in training."""
 
     @property
     def scale(self) -> float:
@@ -52,15 +54,11 @@ class LoraSpec:
 
 def modules_with(weights: Sequence[str]) -> tuple[LoraModule, ...]:
     """Return the linear layers, by the names of transformers, that have one of these weights."""
-    ends = {
-        module: tuple(f".{name}.weight" for name in names)
-        for module, names in _TENSORS.items()
-        if len(names) == 1
-    }
+    theirs = {module: names for module, names in _TENSORS.items() if not module.startswith("linear_")}
     return tuple(
         module
-        for module in ends
-        if module.endswith("_proj") and any(one.endswith(ends[module]) for one in weights)
+        for module, (name,) in theirs.items()
+        if any(one.endswith(f".{name}.weight") for one in weights)
     )
 
 

@@ -129,14 +129,24 @@ class PeftCheckpoint(TensorReader):
         self._settings = {
             "lora_rank": config["r"],
             "lora_alpha": float(config["lora_alpha"]),
+            "lora_dropout": float(config.get("lora_dropout") or 0.0),
             "lora_target_modules": list(modules),
         }
 
     @property
     def flags(self) -> list[str]:
         """Flags with which a run trains these adapters on."""
-        rank, alpha, modules = self._settings.values()
-        return ["--lora-rank", str(rank), "--lora-alpha", f"{alpha:g}", "--lora-target-modules", *modules]
+        rank, alpha, dropout, modules = self._settings.values()
+        return [
+            "--lora-rank",
+            str(rank),
+            "--lora-alpha",
+            f"{alpha:g}",
+            "--lora-dropout",
+            f"{dropout:g}",
+            "--lora-target-modules",
+            *modules,
+        ]
 
     @property
     def manifest(self) -> Manifest:
