@@ -136,6 +136,15 @@ class AdapterDropout:
         kept = kept[..., self.first : self.first + columns]
         return (x * (1 / (1 - self.p))).masked_fill(~kept, 0)
 
+    def recompute(self, recompute_fn: functools.partial[Tensor], info: PassInfo) -> functools.partial[Tensor]:
+        """Return a `recompute_fn` of `column_linear` that also drops."""
+        compute = recompute_fn.func
+
+        def dropped(kept: Tensor) -> Tensor:
+            return self(compute(kept), info)
+
+        return functools.partial(dropped, *recompute_fn.args)
+
 
 class Adapter(ShardedModule):
     """A and B of one weight."""
@@ -158,7 +167,7 @@ class Adapter(ShardedModule):
     ) -> Tensor:
         """Map [s/tp, b, h] -> [s, b, o/tp]; `tps`: this rank alone, and all tensor ranks."""
         grad_a, grad_b = self.weight_grads.get("a"), self.weight_grads.get("b")
-        again = None if recompute_fn is None else functools.partial(self._recompute, recompute_fn, info)
+        again = recompute_fn and self.drop.recompute(recompute_fn, info)
         u = column_linear(self.drop(x, info), self.a, grad_a, tps[0], info, recompute_fn=again)
         return column_linear(u, self.b, grad_b, tps[1], info)
 
@@ -166,10 +175,6 @@ class Adapter(ShardedModule):
         """Map [s, b, i/tp] -> [s/tp, b, o]."""
         u = row_linear(self.drop(x, info), self.a, self.weight_grads.get("a"), tps[1], info)
         return column_linear(u, self.b, self.weight_grads.get("b"), tps[0], info)
-
-    @torch.no_grad()
-    def _recompute(self, recompute_fn: Callable[[], Tensor], info: PassInfo) -> Tensor:
-        return self.drop(recompute_fn(), info)
 
 
 def freeze_base(segments: Sequence[nn.Module]) -> None:
