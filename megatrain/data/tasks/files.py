@@ -124,7 +124,7 @@ def _rows(file: Path, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]
     try:
         lines = [
             (n, line)
-            for n, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+            for n, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1)
             if line.strip()
         ]
     except (OSError, UnicodeDecodeError) as error:

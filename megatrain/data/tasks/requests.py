@@ -26,7 +26,7 @@ _SHORTEST = 128
 
 @dataclass(frozen=True)
 class Request:
-    """A row of tokens, of which the last ones are scored."""
+    """A row of tokens; the last ones are scored."""
 
     tokens: tuple[int, ...]
     num_scored: int

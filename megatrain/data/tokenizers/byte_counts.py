@@ -1,4 +1,4 @@
-"""Bytes of text behind each token, for bits per byte: of the text that the token is decoded to, in UTF-8.
+"""Bytes of each token, for bits per byte: of the text that the token is decoded to, in UTF-8.
 
 byte-level BPE   one byte a character of the piece: exact
 SentencePiece    its text, the sign of a space as one byte; <0x0A> is one byte. A space that is added before a document counts

@@ -120,7 +120,7 @@ class AdapterDropout:
     p: float
     key: int
     split: TokenSplit
-    """Of the rows of the inputs."""
+    """Split of the rows of the inputs."""
     num_columns: int
     """Inputs of the layer, on all tensor ranks."""
     first: int = 0

@@ -1,4 +1,4 @@
-"""Bytes behind tokens: exact for byte-level tokenizers; SentencePiece counts the space that it adds."""
+"""Bytes of tokens: exact for byte-level tokenizers; SentencePiece counts the space that it adds."""
 
 from pathlib import Path
 
