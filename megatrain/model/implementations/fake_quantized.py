@@ -37,10 +37,8 @@ _SCALE = "weight_scale"
 
 def fake_quantized_builder(numbers: QuantizationFormat) -> Callable[..., LocalBuilder]:
     """Return what makes a builder whose linear layers are rounded, given the arguments of `LocalBuilder`."""
-    column, row = (
-        functools.partial(kind, numbers=numbers)
-        for kind in (FakeQuantizedColumnLinear, FakeQuantizedRowLinear)
-    )
+    column = functools.partial(FakeQuantizedColumnLinear, numbers=numbers)
+    row = functools.partial(FakeQuantizedRowLinear, numbers=numbers)
     return functools.partial(LocalBuilder, column=column, row=row)
 
 

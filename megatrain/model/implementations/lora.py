@@ -35,10 +35,11 @@ def lora_builder(lora: LoraSpec) -> Callable[..., LocalBuilder]:
 
     def build(tp: TensorParallel, cp: ContextParallel, *others: Any) -> LocalBuilder:
         _, _, seed, *_ = others
-        column, row = (
-            functools.partial(kind, lora=lora, cp=cp, seed=seed) for kind in (LoraColumnLinear, LoraRowLinear)
-        )
-        return LocalBuilder(tp, cp, *others, column=column, row=row)
+        options: dict[str, Any] = {"lora": lora, "cp": cp, "seed": seed}
+        column = functools.partial(LoraColumnLinear, **options)
+        row = functools.partial(LoraRowLinear, **options)
+        make: Callable[..., LocalBuilder] = functools.partial(LocalBuilder, column=column, row=row)
+        return make(tp, cp, *others)
 
     return build
 
