@@ -174,7 +174,7 @@ class PeftCheckpoint(TensorReader):
             config.get("peft_type") == "LORA"
             and type(rank) is int
             and rank > 0
-            and type(alpha) in (int, float)
+            and isinstance(alpha, int | float)
             and alpha > 0
         )
         if not is_lora:

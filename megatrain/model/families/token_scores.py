@@ -40,7 +40,8 @@ class BatchScores:
     @property
     def values(self) -> Tensor:
         """Losses and hits of this context rank's rows, [2, b, s/cp]."""
-        return self.found.unflatten(1, self.shape).transpose(1, 2)
+        found: Tensor = self.found.unflatten(1, self.shape).transpose(1, 2)
+        return found
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from megatrain.process.available_memory import available_bytes
 from megatrain.tools.generation.load import foreign_reader
 
 
-class MegatrainLM(LM):  # type: ignore[misc]
+class MegatrainLM(LM):
     """A loaded model, in one process.
 
     Args:

@@ -10,7 +10,7 @@ depend on how samples are split. Nothing is drawn at random, and no state of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from megatrain.data.tasks.requests import (
     task_metrics,
 )
 from megatrain.data.tokenizers.build import load_tokenizer
-from megatrain.model.families.token_scores import noted_scores
+from megatrain.model.families.token_scores import BatchScores, noted_scores
 from megatrain.model.head import Head
 from megatrain.parallel.collectives import all_reduce
 from megatrain.training.engine import Engine
@@ -94,7 +94,10 @@ class TaskEvaluation:
             [batch_of(part, length=length, size=size, device=engine.device) for part in requests]
         )
         head = engine.model.segments[-1]
-        with noted_scores(head) if isinstance(head, Head) else nullcontext({}) as noted:
+        context: AbstractContextManager[dict[int, BatchScores]] = (
+            noted_scores(head) if isinstance(head, Head) else nullcontext({})
+        )
+        with context as noted:
             forward_passes(engine, batches, [len(part) for part in requests], length=length)
         values = torch.zeros(len(mine) * dp.size, 2, size, length, dtype=torch.float64, device=engine.device)
         for number, found in noted.items():
