@@ -121,6 +121,18 @@ class TrainingConfig(Section, on_resume=SAFE):
         ),
     )
     """Evaluate the average of --ema-decay in place of the weights. Not in Megatron-LM."""
+    eval_tasks: tuple[str, ...] = setting(
+        (),
+        conflicts=(
+            conflict("model.model_family", "bert", "t5", "vlm", why=", which does not continue text"),
+            conflict("data.pack_documents", why=", whose micro-batches are packs"),
+        ),
+    )
+    """Files of tasks that the model is scored on while it trains, multiple choice and cloze, or folders of them: JSON lines, or the YAML of lm-evaluation-harness (docs/training.md). Not in Megatron-LM."""
+    eval_tasks_interval: int | None = setting(None, at_least=1, needs=on("training.eval_tasks"))
+    """Iterations between scores of --eval-tasks. none: at each evaluation. Not in Megatron-LM."""
+    eval_tasks_limit: int | None = setting(None, at_least=1, needs=on("training.eval_tasks"))
+    """Documents of each task of --eval-tasks that are read, from the first. none: all. Not in Megatron-LM."""
     deterministic_mode: bool = False
     """Use only deterministic operations, although some are slower. Always so on a CPU."""
     require_parity: bool = False

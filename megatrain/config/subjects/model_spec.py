@@ -94,7 +94,9 @@ def spec_of_flags(draft: Draft) -> ModelSpec:
 
 def _lora(adapters: AdaptersConfig) -> LoraSpec | None:
     rank = adapters.lora_rank
-    return None if rank is None else LoraSpec(rank, adapters.lora_alpha, adapters.lora_target_modules)
+    if rank is None:
+        return None
+    return LoraSpec(rank, adapters.lora_alpha, adapters.lora_target_modules, adapters.lora_dropout)
 
 
 def describe_model(

@@ -480,6 +480,20 @@ PACKS: Final = _layout(
 )
 """Documents are the samples up to their last token that counts. They are combined with little else: `PACKED_ROWS` has the rows."""
 
+ADAPTERS: Final = _option(
+    "adapters",
+    "adapters.lora_rank adapters.lora_dropout adapters.lora_target_modules",
+    Feature("noadapters"),
+    Feature(
+        "lora",
+        {
+            "lora": "--lora-rank 3 --lora-dropout 0.1",
+            "somelora": "--lora-rank 2 --lora-alpha 5 --lora-target-modules q_proj o_proj up_proj",
+        },
+    ),
+)
+"""They leave all other weights frozen: `ADAPTER_ROWS` has the rows, and real runs draw them."""
+
 FP8_MODULES: Final = """
 configs:
   bf16: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}
