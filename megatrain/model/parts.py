@@ -29,6 +29,7 @@ from megatrain.model.layer import Attention, Mlp
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.mamba import Mamba
+from megatrain.model.mlp_chunks import ChunkedMlp
 from megatrain.model.recompute import RecomputedModule
 
 
@@ -62,6 +63,8 @@ def _attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
 
 def _mlp(spec: MlpSpec, context: LayerContext) -> nn.Module:
     mlp = Mlp(spec, context)
+    if context.recompute.mlp_rows is not None:
+        return ChunkedMlp(mlp, context.recompute.mlp_rows)
     return RecomputedModule(mlp) if context.recompute.has_part("mlp") else mlp
 
 
