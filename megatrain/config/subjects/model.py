@@ -211,7 +211,9 @@ def mlp_chunks_for_training(draft: Draft) -> DerivedValue:
     rows = parallel.max_seqlen_per_dp_cp_rank or sample_length(draft.config) // parallel.context_parallel_size
     tokens = rows * training.micro_batch_size
     chunks = max(tokens // _CHUNK_TOKENS, 1)
-    return DerivedValue(chunks, f"recomputed MLPs, {tokens} tokens on a rank: {tokens // chunks} at a time fill a GPU")
+    return DerivedValue(
+        chunks, f"recomputed MLPs, {tokens} tokens on a rank: {tokens // chunks} at a time fill a GPU"
+    )
 
 
 @rule

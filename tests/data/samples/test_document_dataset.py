@@ -111,7 +111,6 @@ def loaders() -> Loaders:
             seq_length=LIMIT,
             documents_per_pass=2,
             has_equal_passes=has_equal_passes,
-            has_equal_rows=False,
         )
         device = torch.device("cpu")
         return [
