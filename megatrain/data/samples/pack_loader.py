@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from megatrain.config.errors import MegatrainError
-from megatrain.data.samples.dataset import Sample
+from megatrain.data.samples.dataset import Sample, lengths_of
 from megatrain.data.samples.loader import set_device
 from megatrain.parallel.documents import Documents
 from megatrain.parallel.packs.context import PackBatch, StepWork
@@ -103,10 +103,7 @@ class PackLoader:
                 fix="build the data for at least as many samples as the run reads "
                 "(--train-iters, --train-samples, --eval-iters), or end the run earlier",
             )
-        lengths = np.array(
-            [sum(span.length for span in self._samples.spans(k)) for k in range(first, first + count)],
-            np.int64,
-        )
+        lengths = lengths_of(self._samples, np.arange(first, first + count)).astype(np.int64, copy=False)
         settings = self._settings
         return lengths, settings.scheduler(lengths, settings.costs, settings.domain)
 
