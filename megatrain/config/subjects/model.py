@@ -29,7 +29,7 @@ _MAX_NORMS_PERCENT: Final = 0.5
 """Largest part of a step that recomputed norms may take by default."""
 _FLOPS_PER_BYTE: Final = 600 / 4
 """Matrix FLOPs of a Hopper GPU in the time of moving a byte, both at the rates of training (docs/benchmarks.md)."""
-_CHUNK_TOKENS: Final = 1 << 14
+CHUNK_TOKENS: Final = 1 << 14
 """Tokens of a chunk of an MLP, of which the sums of weight gradients take about 1 %."""
 _EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act", "expert_fc1")
 
@@ -210,7 +210,7 @@ def mlp_chunks_for_training(draft: Draft) -> DerivedValue:
         return DerivedValue(1, what)
     rows = parallel.max_seqlen_per_dp_cp_rank or sample_length(draft.config) // parallel.context_parallel_size
     tokens = rows * training.micro_batch_size
-    chunks = max(tokens // _CHUNK_TOKENS, 1)
+    chunks = max(tokens // CHUNK_TOKENS, 1)
     return DerivedValue(
         chunks, f"recomputed MLPs, {tokens} tokens on a rank: {tokens // chunks} at a time fill a GPU"
     )
