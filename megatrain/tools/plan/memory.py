@@ -20,7 +20,6 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
-from megatrain.config.schema.training import RecomputedModule
 from megatrain.config.subjects.model import CHUNK_TOKENS
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.actions import ActionKind
@@ -73,7 +72,7 @@ def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
     weights, placement = rank_weights(workload, layout), layout.placement
     starts = [sum(layout.split[:number]) for number in range(len(layout.split) + 1)]
     is_long = workload.seq_length / layout.cp * layout.micro_batch >= 2 * CHUNK_TOKENS
-    chunked: tuple[RecomputedModule, ...] = ("mlp",) if layout.recompute == "full" and is_long else ()
+    chunked = ("mlp",) if layout.recompute == "full" and is_long else ()
     whole = replace(layout, recompute="none", modules=chunked)  # whose MLPs hold a chunk of tokens
     saved_by, whole_by, deferred_by = (
         {sizes: count(workload, one, sizes) for sizes in set(workload.all_layers)}
