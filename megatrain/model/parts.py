@@ -24,12 +24,12 @@ from megatrain.config.model_spec.part import Part
 from megatrain.config.user_function import describe_line
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.families.cross_attention import CrossAttention
+from megatrain.model.implementations.mlp_chunks import ChunkedMlp
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.mamba import Mamba
-from megatrain.model.mlp_chunks import ChunkedMlp
 from megatrain.model.recompute import RecomputedModule
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from everyday import one_in
 
-from megatrain.model.mlp_chunks import ChunkedMlp
+from megatrain.model.implementations.mlp_chunks import ChunkedMlp
 from megatrain.model.recompute import discarded
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import OPTIONS, Layout

@@ -30,7 +30,7 @@ _MAX_NORMS_PERCENT: Final = 0.5
 _FLOPS_PER_BYTE: Final = 600 / 4
 """Matrix FLOPs of a Hopper GPU in the time of moving a byte, both at the rates of training (docs/benchmarks.md)."""
 CHUNK_TOKENS: Final = 1 << 14
-"""Tokens of a chunk of an MLP, of which the sums of weight gradients take about 1 %."""
+"""Tokens of a chunk of an MLP; sums of weight gradients then take about 1 % of its time."""
 _EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act", "expert_fc1")
 
 
