@@ -25,6 +25,7 @@ from megatrain.config.user_function import describe_line
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.families.replacement import Replacement
+from megatrain.model.implementations.mlp_chunks import ChunkedMlp
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp
 from megatrain.model.layer_context import LayerContext
@@ -63,6 +64,8 @@ def _attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
 
 def _mlp(spec: MlpSpec, context: LayerContext) -> nn.Module:
     mlp = Mlp(spec, context)
+    if context.recompute.mlp_rows is not None:
+        return ChunkedMlp(mlp, context.recompute.mlp_rows)
     return RecomputedModule(mlp) if context.recompute.has_part("mlp") else mlp
 
 

@@ -127,6 +127,7 @@ def _values(option, layout):
 
 REFUSED = {
     ("zero0", "instances"): "dp2 instances2",
+    ("chunkedmlp", "tpoverlap"): "tp2 sp tpoverlap chunkedmlp",
     ("zbh1", "moeoverlap"): "pp2 zbh1 dp2 mixtral ep2 moeoverlap",
     ("zbv", "moeoverlap"): "pp2 zbv dp2 mixtral ep2 moeoverlap",
     ("muon", "offload"): "muon offload",

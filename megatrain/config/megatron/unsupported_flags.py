@@ -121,7 +121,7 @@ UNSUPPORTED_FLAGS: Final = (
         "choosing this kernel is not supported",
         "--flash-attention-version= --use-kitchen-attention --kitchen-attention-backend="
         " --disable-bf16-reduced-precision-matmul --batch-invariant-backend="
-        " --batch-invariant-mode --mlp-chunks-for-training=1",
+        " --batch-invariant-mode",
     ),
     # Optimizer and schedule
     missing(

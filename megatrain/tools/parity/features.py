@@ -203,8 +203,9 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "recomputation",
         "training.recompute_granularity training.recompute_activations training.moe_layer_recompute"
         " training.recompute_method training.recompute_num_layers training.recompute_modules"
-        " training.recompute_norms",
+        " training.recompute_norms training.mlp_chunks_for_training",
         Feature("norecompute"),
+        Feature("chunkedmlp", "--mlp-chunks-for-training 3", excludes=("tpoverlap",)),
         Feature(
             "uniform", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
         ),
