@@ -21,6 +21,7 @@ from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
+from megatrain.config.model_spec.sparse_attention import SparseAttentionSpec
 from megatrain.config.user_function import describe_line
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.families.cross_attention import CrossAttention
@@ -30,6 +31,7 @@ from megatrain.model.layer_context import LayerContext
 from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.mamba import Mamba
 from megatrain.model.recompute import RecomputedModule
+from megatrain.model.sparse_attention import SparseAttention
 
 
 def build_part(part: Part, context: LayerContext) -> nn.Module:
@@ -67,6 +69,7 @@ def _mlp(spec: MlpSpec, context: LayerContext) -> nn.Module:
 
 MODULES: Final[Mapping[type[Part], Callable[[Any, LayerContext], nn.Module]]] = {
     AttentionSpec: _attention,
+    SparseAttentionSpec: SparseAttention,
     LinearAttentionSpec: LinearAttention,
     MambaSpec: Mamba,
     MlpSpec: _mlp,

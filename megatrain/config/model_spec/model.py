@@ -35,6 +35,7 @@ from megatrain.config.model_spec.lora import LoraSpec
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.part import Part
+from megatrain.config.model_spec.sparse_attention import SparseAttentionSpec
 from megatrain.config.model_spec.stack import Stack
 from megatrain.config.model_spec.vision import VisionSpec
 
@@ -176,6 +177,12 @@ class ModelSpec:
             for number, layer in enumerate(self.all_layers)
             if layer.experts is not None
         }
+
+    @property
+    def trains_indexers(self) -> bool:
+        """Some layer has sparse attention whose indexer adds to the loss."""
+        parts = (part for layer in self.all_layers for part in layer.parts)
+        return any(isinstance(part, SparseAttentionSpec) and part.indexer.loss_coeff > 0 for part in parts)
 
     @property
     def routers_by_name(self) -> dict[str, RouterSpec]:

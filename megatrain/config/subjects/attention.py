@@ -16,7 +16,8 @@ from megatrain.config.errors import Problem
 from megatrain.config.fixes import multiples, use
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.plan import DerivedValue, Draft
-from megatrain.config.registry import Problems, derives, overrides, rule
+from megatrain.config.plan_note import PlanNote
+from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError, whole
 from megatrain.config.subjects.model_spec import latent_sizes
@@ -240,11 +241,47 @@ def values_are_not_wider_than_keys(draft: Draft) -> Problems:
 def linear_attention_has_layers(draft: Draft) -> Problems:
     model = draft.config.model
     variant = model.experimental_attention_variant
-    if variant is not None and model.linear_attention_freq is None and model.model_family != "hybrid":
+    if variant not in (None, "dsa") and model.linear_attention_freq is None and model.model_family != "hybrid":
         yield Problem(
             f"--experimental-attention-variant {variant} requires --linear-attention-freq",
             "add --linear-attention-freq 4, which leaves attention in every fourth layer",
         )
+
+
+@rule
+def sparse_attention_has_latents(draft: Draft) -> Problems:
+    model = draft.config.model
+    if model.experimental_attention_variant != "dsa":
+        return
+    if not model.multi_latent_attention or model.model_family not in ("gpt", "hybrid"):
+        yield Problem(
+            "--experimental-attention-variant dsa is sparse attention with latents, which needs --multi-latent-attention",
+            "add --multi-latent-attention",
+        )
+    elif model.dsa_indexer_head_dim < model.qk_pos_emb_head_dim:
+        yield Problem(
+            f"--dsa-indexer-head-dim {model.dsa_indexer_head_dim} is smaller than --qk-pos-emb-head-dim"
+            f" {model.qk_pos_emb_head_dim}, the channels of its heads that have RoPE",
+            f"use --dsa-indexer-head-dim {model.qk_pos_emb_head_dim} or more",
+        )
+    if model.attn_logit_softcapping is not None or model.window_size is not None or model.softmax_type != "vanilla":
+        yield Problem(
+            "--experimental-attention-variant dsa is not supported together with --attn-logit-softcapping, --window-size or"
+            f" --softmax-type {model.softmax_type}",
+            "remove these flags",
+        )
+
+
+@note("cost")
+def sparse_attention_computes_all_scores(draft: Draft) -> Notes:
+    if draft.config.model.experimental_attention_variant == "dsa":
+        yield (
+            "--experimental-attention-variant dsa: plain operators compute all scores and mask the keys that are not selected, so"
+            " that a step takes longer than one of dense attention"
+        )
+        if not draft.config.model.dsa_indexer_loss_coeff:
+            text = "--dsa-indexer-loss-coeff 0: the indexer keeps its weights, since its loss alone trains it"
+            yield PlanNote(text, "result")
 
 
 def has_documents(draft: Draft) -> bool:

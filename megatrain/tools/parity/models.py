@@ -60,6 +60,12 @@ MODELS = {
         "--mscale 0.7 --mscale-all-dim 1.3"
     ),
     "mlav2": f"--position-embedding-type none --hidden-dropout 0.1 {_LATENTS} --rope-type rope --rotary-percent 0.5",
+    # Sparse attention: the indexer, which learns, selects few of the 24 keys.
+    "dsa": (
+        f"--normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear --hidden-dropout 0.1 --qk-layernorm "
+        f"{_LATENTS} --q-lora-rank 20 --rope-type rope --experimental-attention-variant dsa --dsa-indexer-n-heads 3 "
+        "--dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 0.5"
+    ),
     # Linear attention in every other layer.
     "qwen3-next": (
         f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --apply-layernorm-1p "
@@ -138,12 +144,12 @@ IMAGES = {"vlm": (2, 6), "tiles": (3, 6), "llava": (1, 7), "projector": (1, 6)}
 """Images of a sample, and the tokens of an image."""
 IMAGE_SIZE = (8, 12)
 
-WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
+WITHOUT_GROUPS = ("mla", "mlav2", "dsa", "t5", "t5relative")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
-WITHOUT_CONTEXT_RANKS = ("t5", "t5relative")
-"""Models of two stacks, whose samples are split over no context ranks."""
-WITHOUT_DOCUMENTS = tuple(OF_FAMILIES)
-"""Models whose padding stops at no document's end, or whose images need whole samples."""
+WITHOUT_CONTEXT_RANKS = ("t5", "t5relative", "dsa")
+"""Models of two stacks, or with sparse attention, whose samples are split over no context ranks."""
+WITHOUT_DOCUMENTS = ("dsa", *OF_FAMILIES)
+"""Models whose padding or selected keys stop at no document's end, or whose images need whole samples."""
 WITHOUT_TOKEN_MEANS = ("bert", "mlm")
 """Models whose loss is a mean over micro-batches."""
 WITHOUT_TENSOR_OVERLAP = ("t5", "t5relative")

@@ -1,6 +1,6 @@
-"""DeepSeek V2 and V3: multi-latent attention, first layers dense, then experts in groups with shared ones.
+"""DeepSeek V2, V3 and V3.2: multi-latent attention, first layers dense, then experts in groups with shared ones.
 
-V3 selects experts by sigmoid scores with a bias per expert; its layers of multi-token prediction stay out, as in transformers.
+V3 selects experts by sigmoid scores with a bias per expert, and V3.2 keys by an indexer; their layers of multi-token prediction stay out, as in transformers.
 """
 
 from dataclasses import dataclass
@@ -76,6 +76,25 @@ class _ExpertLayers:
     def write(self, config: Config) -> dict[str, Any]:
         has_experts = parse_expert_pattern(config.experts.moe_layer_freq, config.model.num_layers)
         return {"first_k_dense_replace": has_experts.index(True) if True in has_experts else 0}
+
+
+class _IndexedLayers:
+    """The kinds of layers of V3.2, which follow from `first_k_dense_replace`: an indexer in all, dense MLPs in the first."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        num_layers = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
+        first = source.checked("first_k_dense_replace", check=integer(0, num_layers), default=3)
+        kinds = {
+            "layer_types": ["indexed_attention"] * num_layers,
+            "mlp_layer_types": ["dense"] * first + ["sparse"] * (num_layers - first),
+        }
+        for name, known in kinds.items():
+            if source.get(name, default=known) != known:
+                raise source.refusal(name, source.get(name), f"first_k_dense_replace {first} means {known}")
+        return {}
+
+    def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002 (the part's signature)
+        return {}
 
 
 @dataclass(frozen=True)
@@ -193,6 +212,13 @@ _LAYER: Final = {
     "mlp.shared_experts.down_proj": "mlp.shared.down",
 }
 
+_INDEXER: Final = {
+    "self_attn.indexer.wq_b": "attention.index_q",
+    "self_attn.indexer.wk": "attention.index_k",
+    "self_attn.indexer.k_norm": "attention.index_k_norm",
+    "self_attn.indexer.weights_proj": "attention.index_weights",
+}
+
 DEEPSEEK_V2: Final = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -208,25 +234,49 @@ DEEPSEEK_V2: Final = Family(
     modules=modules(_LAYER),
     buffers=BUFFERS,
 )
+_BIAS: Final = {"mlp.gate.e_score_correction_bias": "mlp.router.expert_bias"}
+_OF_V3: Final[tuple[ConfigPart, ...]] = (
+    *_config(first_dense=3, shared=1, scaling=2.5, experts=256, heads=128),
+    Value("num_experts_per_tok", "experts.moe_router_topk", default=8),
+    Choice("scoring_func", {"sigmoid": {}}),
+    Choice("topk_method", {"noaux_tc": {}}),
+    Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
+    Choice("rope_interleave", {True: {}}, reason="adjacent channels form a pair"),
+    ExpertGroups(best=2, groups=8, used=4),
+    Fixed(
+        {
+            "experts.moe_router_score_function": "sigmoid",
+            "experts.moe_router_enable_expert_bias": True,
+        }
+    ),
+)
+_MTP: Final = LeftOut("model.layers", "layers of multi-token prediction", _layers_of_prediction)
 DEEPSEEK_V3: Final = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
+    config=_OF_V3,
+    modules=modules(_LAYER, _BIAS),
+    buffers=BUFFERS,
+    more_layers=_MTP,
+)
+DEEPSEEK_V32: Final = Family(
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
     config=(
-        *_config(first_dense=3, shared=1, scaling=2.5, experts=256, heads=128),
-        Value("num_experts_per_tok", "experts.moe_router_topk", default=8),
-        Choice("scoring_func", {"sigmoid": {}}),
-        Choice("topk_method", {"noaux_tc": {}}),
-        Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
-        Choice("rope_interleave", {True: {}}, reason="adjacent channels form a pair"),
-        ExpertGroups(best=2, groups=8, used=4),
+        *_OF_V3,
+        _IndexedLayers(),
+        Value("index_n_heads", "model.dsa_indexer_n_heads", default=64),
+        Value("index_head_dim", "model.dsa_indexer_head_dim", default=128),
+        Value("index_topk", "model.dsa_indexer_topk", default=2048),
+        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
         Fixed(
             {
-                "experts.moe_router_score_function": "sigmoid",
-                "experts.moe_router_enable_expert_bias": True,
+                "model.experimental_attention_variant": "dsa",
+                "model.dsa_indexer_k_norm_epsilon": 1e-6,
             }
         ),
     ),
-    modules=modules(_LAYER, {"mlp.gate.e_score_correction_bias": "mlp.router.expert_bias"}),
+    modules=modules({**_LAYER, **_INDEXER}, _BIAS),
     buffers=BUFFERS,
-    more_layers=LeftOut("model.layers", "layers of multi-token prediction", _layers_of_prediction),
+    more_layers=_MTP,
 )
