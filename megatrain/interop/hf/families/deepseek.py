@@ -78,23 +78,24 @@ class _ExpertLayers:
         return {"first_k_dense_replace": has_experts.index(True) if True in has_experts else 0}
 
 
-class _IndexedLayers:
-    """The kinds of layers of V3.2, which follow from `first_k_dense_replace`: an indexer in all, dense MLPs in the first."""
+class _KindsOfLayers:
+    """Lists of kinds of layers: an indexer in all, and those with experts; the second list overrides `first_k_dense_replace`."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         num_layers = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
-        first = source.checked("first_k_dense_replace", check=integer(0, num_layers), default=3)
-        kinds = {
-            "layer_types": ["indexed_attention"] * num_layers,
-            "mlp_layer_types": ["dense"] * first + ["sparse"] * (num_layers - first),
-        }
-        for name, known in kinds.items():
-            if source.get(name, default=known) != known:
-                raise source.refusal(name, source.get(name), f"first_k_dense_replace {first} means {known}")
-        return {}
+        indexed = ["indexed_attention"] * num_layers
+        if source.get("layer_types", default=indexed) != indexed:
+            raise source.refusal("layer_types", source.get("layer_types"), "every layer has an indexer")
+        kinds = source.get("mlp_layer_types")
+        if kinds is None:
+            return {}
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+            raise source.refusal("mlp_layer_types", kinds, f"a list of dense and sparse for {num_layers} layers")
+        return {"experts.moe_layer_freq": layer_list([kind == "sparse" for kind in kinds])}
 
-    def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002 (the part's signature)
-        return {}
+    def write(self, config: Config) -> dict[str, Any]:
+        has_experts = parse_expert_pattern(config.experts.moe_layer_freq, config.model.num_layers)
+        return {"mlp_layer_types": ["sparse" if one else "dense" for one in has_experts]}
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,7 @@ DEEPSEEK_V32: Final = Family(
     model_type="deepseek_v32",
     config=(
         *_OF_V3,
-        _IndexedLayers(),
+        _KindsOfLayers(),
         Value("index_n_heads", "model.dsa_indexer_n_heads", default=64),
         Value("index_head_dim", "model.dsa_indexer_head_dim", default=128),
         Value("index_topk", "model.dsa_indexer_topk", default=2048),
