@@ -64,7 +64,9 @@ class SparseAttention(nn.Module):
         self.down = context.replicated_linear(linears["kv_down" if rank is None else "q_down"], None)
         self.sizes = [*([] if rank is None else [rank]), sizes.kv_rank, sizes.qk_rope_head_dim]
         self.query_norm: Pointwise | None = None
-        if rank is not None and spec.qk_norm == "latent":  # apart from the up-projection: the indexer reads its output too
+        if (
+            rank is not None and spec.qk_norm == "latent"
+        ):  # apart from the up-projection: the indexer reads its output too
             weights = norm_weights(f"{context.name(spec)}.q_norm", rank, norms, context.tp)
             self.query_norm = builder.norm(weights, norms)
         self.up = UpProjection(spec, context, is_gathered=False, has_query_norm=False)
@@ -83,7 +85,7 @@ class SparseAttention(nn.Module):
         latent = latent if self.query_norm is None else self.query_norm(latent, info)
         latents = Latents(latent, keys_values, rotary_keys)
         heads: Heads = self.up(*latents, info)
-        selected, loss = self.indexer(x, latent, heads, info, self._target(heads))
+        selected, loss = self.indexer(x, latent, info, self._target(heads))
         if self.discards_heads:
             kept = [one.detach() for one in latents]
             with discarded(heads, lambda: self.up(*kept, info)):
@@ -136,14 +138,12 @@ class Indexer(nn.Module):
         self.tp, self.cp, self.rope = context.tp, context.ranks.split.cp, context.rope_of(spec)
         self.queries = context.replicated_linear(linears["index_q"], None)
         self.keys_weights = context.replicated_linear(linears["index_k"], None)
-        norm = dataclasses.replace(
-            context.model.norm, kind="LayerNorm", epsilon=self.spec.norm_epsilon
-        )
+        norm = dataclasses.replace(context.model.norm, kind="LayerNorm", epsilon=self.spec.norm_epsilon)
         weights = norm_weights(f"{context.name(spec)}.index_k_norm", self.spec.head_dim, norm, context.tp)
         self.key_norm = context.builder.norm(weights, norm)
 
     def forward(
-        self, x: Tensor, latent: Tensor, heads: Heads, info: PassInfo, target: Target
+        self, x: Tensor, latent: Tensor, info: PassInfo, target: Target
     ) -> tuple[Tensor, Tensor | None]:
         """Return the selected keys, bool [b, s, s], and the loss times its coefficient, if it is trained.
 
@@ -199,17 +199,17 @@ class _Selection(Function):
         for first in range(0, s, step):
             rows, keys = slice(first, min(first + step, s)), slice(min(first + step, s))
             places = (rows, keys, rows)
-            parts = [
-                x[one].requires_grad_(target is not None) for x, one in zip(inputs, places, strict=True)
-            ]
+            parts = [x[one].requires_grad_(target is not None) for x, one in zip(inputs, places, strict=True)]
             with torch.set_grad_enabled(target is not None):
-                scores = index_scores(*parts, first, spec)
+                scores = index_scores(parts[0], parts[1], parts[2], first, spec)
                 chosen = _largest(scores.detach(), spec.top_k)
                 selected[:, rows, keys] = chosen
                 if target is None:
                     continue
                 is_compared = chosen if spec.has_sparse_loss else scores.isfinite()
-                part = _divergence(scores, is_compared, target(rows, is_compared)) * (spec.loss_coeff / (s * b))
+                part = _divergence(scores, is_compared, target(rows, is_compared)) * (
+                    spec.loss_coeff / (s * b)
+                )
             for grad, one, found in zip(grads, places, torch.autograd.grad(part, parts), strict=True):
                 grad[one] += found
             loss += part.detach()

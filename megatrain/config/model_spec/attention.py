@@ -72,7 +72,7 @@ class AttentionSpec(Part):
         """With a causal mask the half of all pairs; see `Part`."""
         return self.num_heads * (self.head_dim + self.v_head_dim) * (1 if self.mask == "causal" else 2)
 
-    def cache_sizes(self, num_ranks: int) -> CacheSizes:
+    def cache_sizes(self, num_ranks: int) -> CacheSizes | None:
         """With latents, one row for all heads: the latent and the rotary channels of keys. An encoder keeps nothing."""
         if self.mask == "padding":
             return CacheSizes()

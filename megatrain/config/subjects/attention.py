@@ -15,6 +15,7 @@ from megatrain.config.derive.vision import text_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import multiples, use
 from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.sparse_attention import SparseAttentionSpec
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.plan_note import PlanNote
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
@@ -241,7 +242,11 @@ def values_are_not_wider_than_keys(draft: Draft) -> Problems:
 def linear_attention_has_layers(draft: Draft) -> Problems:
     model = draft.config.model
     variant = model.experimental_attention_variant
-    if variant not in (None, "dsa") and model.linear_attention_freq is None and model.model_family != "hybrid":
+    if (
+        variant not in (None, "dsa")
+        and model.linear_attention_freq is None
+        and model.model_family != "hybrid"
+    ):
         yield Problem(
             f"--experimental-attention-variant {variant} requires --linear-attention-freq",
             "add --linear-attention-freq 4, which leaves attention in every fourth layer",
@@ -250,13 +255,12 @@ def linear_attention_has_layers(draft: Draft) -> Problems:
 
 @rule
 def sparse_attention_has_latents(draft: Draft) -> Problems:
-    model = draft.config.model
+    model, words = draft.config.model, "--experimental-attention-variant dsa"
     if model.experimental_attention_variant != "dsa":
         return
-    if not model.multi_latent_attention or model.model_family not in ("gpt", "hybrid"):
+    if not model.multi_latent_attention:
         yield Problem(
-            "--experimental-attention-variant dsa is sparse attention with latents, which needs --multi-latent-attention",
-            "add --multi-latent-attention",
+            f"{words} needs the latents of --multi-latent-attention", "add --multi-latent-attention"
         )
     elif model.dsa_indexer_head_dim < model.qk_pos_emb_head_dim:
         yield Problem(
@@ -264,12 +268,20 @@ def sparse_attention_has_latents(draft: Draft) -> Problems:
             f" {model.qk_pos_emb_head_dim}, the channels of its heads that have RoPE",
             f"use --dsa-indexer-head-dim {model.qk_pos_emb_head_dim} or more",
         )
-    if model.attn_logit_softcapping is not None or model.window_size is not None or model.softmax_type != "vanilla":
+    if model.model_family != "gpt":
         yield Problem(
-            "--experimental-attention-variant dsa is not supported together with --attn-logit-softcapping, --window-size or"
-            f" --softmax-type {model.softmax_type}",
-            "remove these flags",
+            f"{words} is not supported together with --model-family {model.model_family}", f"remove {words}"
         )
+    if model.attention_backend not in ("auto", "flash", "fused", "sdpa", *EAGER_BACKENDS):
+        yield Problem(
+            f"--attention-backend {model.attention_backend}: this kernel does not support {words}, whose queries attend to selected keys",
+            "use --attention-backend auto",
+        )
+    others = ("attn_logit_softcapping", "window_size", "softmax_type")
+    for name in others:
+        if not draft.is_default(f"model.{name}"):
+            flag = flag_of(name)
+            yield Problem(f"{words} is not supported together with {flag}", f"remove {flag}")
 
 
 @note("cost")
@@ -297,6 +309,11 @@ def has_windows(draft: Draft) -> bool:
 def has_sinks(draft: Draft) -> bool:
     """Return whether the softmax of some layer has a denominator term without a key."""
     return any(mixer.sink != "none" for mixer in attentions(draft))
+
+
+def selects_keys(draft: Draft) -> bool:
+    """Return whether queries of some layer attend to keys that an indexer selects."""
+    return any(isinstance(mixer, SparseAttentionSpec) for mixer in attentions(draft))
 
 
 def has_padding_or_bias(draft: Draft) -> bool:

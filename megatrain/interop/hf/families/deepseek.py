@@ -90,7 +90,9 @@ class _KindsOfLayers:
         if kinds is None:
             return {}
         if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
-            raise source.refusal("mlp_layer_types", kinds, f"a list of dense and sparse for {num_layers} layers")
+            raise source.refusal(
+                "mlp_layer_types", kinds, f"a list of dense and sparse for {num_layers} layers"
+            )
         return {"experts.moe_layer_freq": layer_list([kind == "sparse" for kind in kinds])}
 
     def write(self, config: Config) -> dict[str, Any]:
