@@ -57,6 +57,7 @@ ALWAYS = (
     "pp2 dp2 zero1 tokens tails t5 instances2",
     "dp2 pp2 zero2 dualpipev tied bert",
     "tp2 sp dp2 pp2 mixtral ep2 alltoall t5relative",
+    "tp2 sp dp2 pp2 zero3 mixtral ep2 dsa",
 )
 """Rows that combine all axes, and those of other families than GPT."""
 
