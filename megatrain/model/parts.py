@@ -14,24 +14,23 @@ from typing import Any, Final
 from torch import nn
 
 from megatrain.config.errors import ConfigError, MegatrainError
-from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.attention import AttentionSpec, SparseAttentionSpec
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
-from megatrain.config.model_spec.sparse_attention import SparseAttentionSpec
 from megatrain.config.user_function import describe_line
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.families.cross_attention import CrossAttention
+from megatrain.model.families.sparse_attention import SparseAttention
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.mamba import Mamba
 from megatrain.model.recompute import RecomputedModule
-from megatrain.model.sparse_attention import SparseAttention
 
 
 def build_part(part: Part, context: LayerContext) -> nn.Module:

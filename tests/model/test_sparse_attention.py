@@ -5,8 +5,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from megatrain.config.model_spec.sparse_attention import IndexerSpec
-from megatrain.model import sparse_attention
+from megatrain.config.model_spec.attention import IndexerSpec
+from megatrain.model.families import sparse_attention
 from megatrain.tools.parity.measure import engine_of, gradients_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 

@@ -10,7 +10,8 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.model import latent_attention, layer_context, sparse_attention
+from megatrain.model import latent_attention, layer_context
+from megatrain.model.families import sparse_attention
 from megatrain.model.implementations.local import LocalNorm
 from megatrain.model.layouts import replicated_layout
 from megatrain.parallel.collectives import reduce_scatter

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.attention import AttentionSpec, SparseAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.head import HeadSpec
@@ -35,7 +35,6 @@ from megatrain.config.model_spec.lora import LoraSpec
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.part import Part
-from megatrain.config.model_spec.sparse_attention import SparseAttentionSpec
 from megatrain.config.model_spec.stack import Stack
 from megatrain.config.model_spec.vision import VisionSpec
 

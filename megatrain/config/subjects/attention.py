@@ -14,8 +14,7 @@ from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, 
 from megatrain.config.derive.vision import text_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import multiples, use
-from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.config.model_spec.sparse_attention import SparseAttentionSpec
+from megatrain.config.model_spec.attention import AttentionSpec, SparseAttentionSpec
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.plan_note import PlanNote
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule

@@ -9,8 +9,8 @@ from megatrain.config.derive.custom_layers import differences, layer_function, p
 from megatrain.config.derive.layer_blocks import LayersError, condensed, layer_blocks
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
+from megatrain.config.model_spec.attention import SparseAttentionSpec
 from megatrain.config.model_spec.linear import Linear, Piece
-from megatrain.config.model_spec.sparse_attention import SparseAttentionSpec
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
 from megatrain.config.schema.tree import flag_of

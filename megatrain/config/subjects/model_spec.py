@@ -30,7 +30,7 @@ from megatrain.config.derive.patterns import (
 )
 from megatrain.config.derive.vision import num_positions, vision_spec
 from megatrain.config.model_spec.activation import Activation
-from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.attention import AttentionSpec, IndexerSpec, SparseAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import BalancingLoss, ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.latent_attention import LatentSizes
@@ -41,7 +41,6 @@ from megatrain.config.model_spec.model import ModelSpec, MtpSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.model_spec.rotary import LlamaScaling, RotarySpec, YarnScaling
-from megatrain.config.model_spec.sparse_attention import IndexerSpec, SparseAttentionSpec
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import derives
 from megatrain.config.schema.adapters import AdaptersConfig

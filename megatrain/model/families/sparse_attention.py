@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatrain.config.model_spec.sparse_attention import IndexerSpec, SparseAttentionSpec
+from megatrain.config.model_spec.attention import IndexerSpec, SparseAttentionSpec
 from megatrain.kernels.attention.masked import eager_masked_attention, masked_attention
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.moe.routing_losses import add_loss
