@@ -276,6 +276,9 @@ def sparse_attention_has_latents(draft: Draft) -> Problems:
             f"--attention-backend {model.attention_backend}: this kernel does not support {words}, whose queries attend to selected keys",
             "use --attention-backend auto",
         )
+    if draft.config.optimizer.qk_clip or draft.config.logging.log_max_attention_logit:
+        flag = "--qk-clip" if draft.config.optimizer.qk_clip else "--log-max-attention-logit"
+        yield Problem(f"{words} is not supported together with {flag}", f"remove {flag}")
     others = ("attn_logit_softcapping", "window_size", "softmax_type")
     for name in others:
         if not draft.is_default(f"model.{name}"):

@@ -12,6 +12,7 @@ CASES = {
         (f"{DSA} {MLA} --dsa-indexer-head-dim 32", "", None,
          ("--dsa-indexer-head-dim 32", "--qk-pos-emb-head-dim 64"), ("--dsa-indexer-head-dim 64",)),
         (f"{DSA} {MLA} --attention-backend flash2 --bf16", "", Facts(device="cuda"), ("--attention-backend flash2", DSA), ("auto",)),
+        (f"{DSA} {MLA} --qk-clip", "", None, (DSA, "--qk-clip"), ("remove --qk-clip",)),
         (f"{DSA} {MLA} --window-size 8,0", "", None, (DSA, "--window-size"), ("remove --window-size",)),
     ],
     "parts_read_whole_samples": [
