@@ -133,7 +133,8 @@ class RotaryEmbedding(nn.Module):
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the tables of this rank's first rows."""
-        return self.tables[0][:count], self.tables[1][:count]
+        cos, sin = self.tables
+        return (cos, sin) if count == len(cos) else (cos[:count], sin[:count])
 
 
 class Sequential(nn.Module):

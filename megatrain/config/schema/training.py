@@ -189,7 +189,7 @@ class TrainingConfig(Section, on_resume=SAFE):
     dry_run: Literal["text", "json"] | None = setting(None, alone="text", on_resume=SILENT)
     """Print the plan of the run without starting it, as text or as one JSON object. Needs no GPU. Not in Megatron-LM."""
 
-    assume_gpu: Literal["a100", "h100", "h200", "b200"] | None = setting(
+    assume_gpu: Literal["a100", "h100", "h800", "h200", "b200"] | None = setting(
         None, on_resume=SILENT, needs=on("training.dry_run")
     )
     """GPU that --dry-run plans for: its memory, and the formats that it multiplies. none: this host's GPU, or an H100 where it has none. Not in Megatron-LM."""
