@@ -67,6 +67,7 @@ ALWAYS = (
     "dp2 pp2 zero2 dualpipev tied bert",
     "tp2 sp dp2 pp2 mixtral ep2 alltoall t5relative",
     *ADAPTER_ROWS,
+    "tp2 sp dp2 pp2 zero3 mixtral ep2 dsa",
 )
 """Rows that combine all axes, and those of other families than GPT."""
 
