@@ -69,7 +69,8 @@ class _Chunks(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        residual, delta = (None if x is None else x.detach() for x in ctx.inputs.saved_tensors)
+        residual, delta = ctx.inputs.saved_tensors
+        residual, delta = residual.detach(), None if delta is None else delta.detach()
         dx = torch.empty_like(residual)
         for rows in _parts(len(residual), ctx.mlp.rows):
             x = residual[rows].requires_grad_()  # the gradient of delta is the same
