@@ -62,9 +62,11 @@ class SampleContexts:
         return ContextParallel(self.grid.cp)
 
     def _rope(self, spec: RotarySpec, head_dim: int) -> RotaryEmbedding:
-        rows = self.seq_length // self.cp.size
-        positions = self.cp.positions(rows, torch.device("cpu")).to(self.device)
-        return RotaryEmbedding(spec, head_dim, positions, self.dtype)
+        def positions(rows: int) -> Tensor:
+            return self.cp.positions(rows, torch.device("cpu")).to(self.device)
+
+        whole = positions(self.seq_length // self.cp.size)
+        return RotaryEmbedding(spec, head_dim, whole, self.dtype, positions if self.cp.size > 1 else None)
 
 
 class PackContexts(SampleContexts):

@@ -10,7 +10,8 @@ one kernel does this addition and the norm, unless dropout did it; branches of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -114,14 +115,21 @@ class RotaryEmbedding(nn.Module):
     """RoPE over the first channels of each head; other channels pass unchanged.
 
     Args:
-        positions: positions of this rank's rows; shorter sequences use the first of them.
+        positions: positions of this rank's rows.
         dtype: dtype of the tables.
+        positions_of: returns the positions of another number of rows; None: they are the first ones.
     """
 
-    def __init__(self, spec: RotarySpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: RotarySpec, head_dim: int, positions: Tensor, dtype: torch.dtype,
+        positions_of: Callable[[int], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.tables = cos_sin_tables(spec, head_dim, positions, dtype=dtype)
         self.is_interleaved = spec.is_interleaved
+        self._tables_of = positions_of and functools.cache(
+            lambda count: cos_sin_tables(spec, head_dim, positions_of(count), dtype=dtype)
+        )
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a pointwise module)
         return functions.apply_rope(x, *self.rows(x.shape[0]), is_interleaved=self.is_interleaved)
@@ -132,7 +140,9 @@ class RotaryEmbedding(nn.Module):
         return functions.apply_rope_to_qkv(qkv, sizes, *rows, is_interleaved=self.is_interleaved)
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the tables of this rank's first rows."""
+        """Return the tables of this number of rows."""
+        if self._tables_of is not None and count != len(self.tables[0]):
+            return self._tables_of(count)
         return self.tables[0][:count], self.tables[1][:count]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megatrain.config import Plan
+from megatrain.config.derive.batch_sizes import length_steps, num_pieces
 from megatrain.parallel.packs.context import StepWork
 from megatrain.training.callbacks import RunCallbacks
 from megatrain.training.launch.ranks import Ranks
@@ -71,6 +72,7 @@ class RunLog:
         self._ranks, self._callbacks = ranks, callbacks
         self._config, self._derived = plan.config, plan.derived
         distillation = plan.derived.distillation
+        self._lengths = length_steps(self._config)
         self._kd_names = () if distillation is None else distillation.loss_names
         self._timers = timers
         self.failure: LogError | None = None
@@ -240,6 +242,11 @@ class RunLog:
         derived, device = self._derived, self._ranks.device
         fraction = batch / self._config.training.global_batch_size  # below 1 during batch size ramp-up
         flops, tokens = fraction * derived.flops_per_iteration, fraction * derived.tokens_per_iteration
+        pieces = num_pieces(self._lengths, self._config, consumed_samples - batch)
+        length = None if work else self._config.data.seq_length // pieces
+        if length is not None and pieces > 1:
+            count = batch * self._config.data.seq_length
+            flops = derived.model_spec.training_flops(num_tokens=count, sum_of_squared_lengths=count * length)
         if work is not None:
             tokens, flops = work.num_tokens, derived.model_spec.training_flops(**vars(work))
         tflops = flops / seconds / derived.world_size / 1e12 if self.is_on_gpu else None
@@ -248,6 +255,7 @@ class RunLog:
             "consumed_samples": consumed_samples,
             "consumed_tokens": None if work else consumed_samples * self._config.data.seq_length,
             "global_batch_size": batch,
+            "seq_length": length,
             "lm_loss": report.lm_loss,
             "sop_loss": report.sop_loss,
             "z_loss": report.z_loss,

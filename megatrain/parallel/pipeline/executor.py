@@ -151,7 +151,8 @@ class Executor:
         stage += action.kind in (ActionKind.RECV_BACKWARD, ActionKind.POST_BACKWARD)
         _, samples, channels = self.hidden_shape
         rows = self.hidden_rows[stage][info.is_training]
-        return torch.empty(rows, samples, channels, dtype=self.dtype, device=self.device)
+        pieces = info.pieces
+        return torch.empty(rows // pieces, samples * pieces, channels, dtype=self.dtype, device=self.device)
 
     def _run_passes(self, run: _Run, action: Action) -> None:
         """Run the passes of an action, and give their results to an adjacent virtual stage of this rank."""
