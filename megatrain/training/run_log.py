@@ -1,7 +1,7 @@
 """Logs iterations and evaluations to files, curves and the terminal.
 
     StepReport ─> values of the iteration ─┬─> metrics.jsonl                  every iteration
-                                           ├─> TensorBoard, W&B               every --tensorboard-log-interval
+                                           ├─> TensorBoard, trackers          every --tensorboard-log-interval
                                            ├─> the log line, with means       every --log-interval
                                            └─> the progress bar               on a terminal
 
@@ -29,7 +29,6 @@ from megatrain.training.logging.console import format_duration
 from megatrain.training.logging.curves import (
     CurveWriter,
     TensorBoardCurves,
-    WandbCurves,
     evaluation_scalars,
     iteration_scalars,
 )
@@ -43,6 +42,7 @@ from megatrain.training.logging.metrics import (
     router_values,
 )
 from megatrain.training.logging.metrics_file import LogError, MetricsFile, metrics_path
+from megatrain.training.logging.trackers import TrackerCurves, trackers_of
 from megatrain.training.step_report import DeviceTime, StepReport
 from megatrain.training.stragglers import straggler_line
 from megatrain.training.timers import Timers, across_ranks
@@ -113,15 +113,10 @@ class RunLog:
                 self._curves.append(curves)
         if self.failure is not None:
             raise self.failure
-        if logging.wandb_project is not None:
-            self._curves.append(
-                WandbCurves(
-                    logging,
-                    save_folder=Path(save) if save is not None else None,
-                    settings=plan.config.to_dict(),
-                    warn=self._ranks.console.print,
-                )
-            )
+        folder = Path(save) if save is not None else None
+        for tracker in trackers_of(logging, folder, plan.config.to_dict()):
+            curves = TrackerCurves(tracker, save_folder=folder, warn=self._ranks.console.print)
+            self._curves.append(curves)
 
     def speed_note(self) -> str:
         """Return the line that says, once at start, how the speeds in the log are computed."""

@@ -1,4 +1,4 @@
-"""Settings of logs: terminal, `metrics.jsonl`, TensorBoard, W&B, profiles."""
+"""Settings of logs: terminal, `metrics.jsonl`, TensorBoard, trackers, profiles."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,9 @@ from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO
 
 _CUDA = one_of("training.device", "cuda")
-_TENSORBOARD = on("logging.tensorboard_dir", "logging.wandb_project")
+_TENSORBOARD = on(
+    "logging.tensorboard_dir", "logging.wandb_project", "logging.mlflow_experiment", "logging.comet_project"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +96,13 @@ class LoggingConfig(Section, on_resume=SAFE):
     """Folder for W&B files. Default: `wandb` in --save, else in the current folder."""
     wandb_entity: str | None = setting(None, needs=on("logging.wandb_project"))
     """W&B user or team of the project."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment. Requires the package mlflow (or mlflow-skinny), which reads MLFLOW_TRACKING_URI. Not in Megatron-LM."""
+    mlflow_run_name: str | None = setting(None, needs=on("logging.mlflow_experiment"))
+    """Name of the MLflow run. Default: chosen by MLflow."""
+    comet_project: str | None = None
+    """Comet project. Requires the package comet_ml, which reads COMET_API_KEY. Not in Megatron-LM."""
+    comet_experiment_name: str | None = setting(None, needs=on("logging.comet_project"))
+    """Name of the Comet experiment. Default: chosen by Comet."""
+    comet_workspace: str | None = setting(None, needs=on("logging.comet_project"))
+    """Comet workspace of the project. Default: that of the key."""

@@ -48,6 +48,18 @@ CASES = {
         ("--step-batch-size-schedule 1k:8 --train-samples 99", "--train-iters", None,
          ("--step-batch-size-schedule '1k:8'",), ("0:768",)),
     ],
+    "pieces_are_valid": [
+        ("--seq-length 64 --seq-length-schedule 0:16,1k:24", "", None,
+         ("--seq-length-schedule '0:16,1k:24'", "--seq-length 64", "24 tokens"), ("--seq-length-schedule '0:16,1k:32'",)),
+        ("--seq-length 64 --seq-length-schedule 1k:16", "", None,
+         ("--seq-length-schedule '1k:16'",), ("start with a length at 0, such as '0:2048'",)),
+        ("--seq-length 64 --seq-length-schedule 0:2,1k:32 --context-parallel-size 2", "", Facts(world_size=2),
+         ("pieces of 2 tokens", "multiples of 4"), ("--seq-length-schedule '0:4,1k:32'",)),
+        ("--seq-length 64 --seq-length-schedule 0:2 --context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel",
+         "", Facts(world_size=8), ("pieces of 2 tokens", "multiples of 8"), ("--seq-length-schedule '0:8'",)),
+        ("--seq-length 64 --seq-length-schedule 0:16 --pack-documents", "", None,
+         ("--seq-length-schedule", "--pack-documents", "documents of any length"), ("remove",)),
+    ],
     "changing_batches_require_samples": [
         ("--global-batch-size 16 --rampup-batch-size 4 4 9", "", None,
          ("--train-iters 10", "--rampup-batch-size"), ("--train-samples",)),
