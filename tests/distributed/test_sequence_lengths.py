@@ -26,7 +26,7 @@ MODELS = {
     "predicts two": "--mtp-num-layers 1",
     "experts": "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01",
     "documents": "--reset-attention-mask --reset-position-ids --null-tokenizer-eod-id 5",
-    "latents": "--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --no-group-query-attention",
+    "latents": "--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --no-group-query-attention --num-query-groups auto",
 }
 EVERY_DAY = {("dense", "cp2 pp2")}
 

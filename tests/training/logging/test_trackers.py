@@ -117,17 +117,18 @@ def test_errors_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert without_secrets("on 123456789 at http://a:b@c/d") == "on <MY_TOKEN> at http://c/d"
 
 
-def test_mlflow_has_the_values_of_the_metrics_file(tmp_path: Path) -> None:
+def test_mlflow_has_the_values_of_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real package, in files. A run that stops and resumes has one run there."""
     pytest.importorskip("mlflow")
     flags = {name: None for name in ("--comet-project", "--comet-workspace", "--comet-experiment-name")}
-    store = f"sqlite:///{tmp_path / 'store.db'}"
-    environment = os.environ | KEYS | {"MLFLOW_TRACKING_URI": store}
+    store = f"file://{tmp_path / 'store'}"
+    environment = os.environ | KEYS | {"MLFLOW_TRACKING_URI": store, "MLFLOW_ALLOW_FILE_STORE": "true"}
     for train_iters in ("2", "4"):
         command = [sys.executable, "pretrain.py", *flags_of(tmp_path / "run", **flags, **{"--train-iters": train_iters})]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [(line["iteration"], line["lm_loss"]) for line in lines if "lm_loss" in line]
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     import mlflow
 
     client = mlflow.MlflowClient(store)
