@@ -74,7 +74,9 @@ def cut(batch: Batch, pieces: int) -> Batch:
         tokens=rows(batch.tokens),
         labels=rows(batch.labels),
         loss_mask=rows(batch.loss_mask),
-        position_ids=rows(batch.position_ids).minimum(positions),  # those of documents may restart within a piece
+        position_ids=rows(batch.position_ids).minimum(
+            positions
+        ),  # those of documents may restart within a piece
         documents=documents and _cut_documents(documents, *shape),
         pieces=pieces,
         denominator=batch.loss_denominator,

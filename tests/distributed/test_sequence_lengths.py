@@ -72,7 +72,9 @@ def test_layouts_train_the_same_pieces(
     assert [line["seq_length"] for line in found if "seq_length" in line] == [4] * 3 + [8] * 4 + [16] * 2
 
 
-@pytest.mark.parametrize("model", [pytest.param(one, marks=[] if one == "dense" else pytest.mark.nightly) for one in MODELS])
+@pytest.mark.parametrize(
+    "model", [pytest.param(one, marks=[] if one == "dense" else pytest.mark.nightly) for one in MODELS]
+)
 def test_a_run_resumes_to_the_bit(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path, model: str) -> None:
     for exit_interval in ("2", "7", "9"):
         train(pool, model, "one process", tmp_path, "--exit-interval", exit_interval)
@@ -86,6 +88,8 @@ def test_the_tokens_are_those_of_whole_samples(pool: WorkerPool, whole: Unbroken
     assert train(pool, "dense", "one process", tmp_path, *flags) == {0}
     names = ("iteration", "consumed_tokens", "learning_rate")
     lines, others = losses(tmp_path), losses(whole["dense"])
-    assert [[line.get(name) for name in names] for line in lines] == [[line.get(name) for name in names] for line in others]
+    assert [[line.get(name) for name in names] for line in lines] == [
+        [line.get(name) for name in names] for line in others
+    ]
     assert lines[0]["loss"] == others[0]["loss"], "evaluation at the start reads whole samples"
     assert lines[1]["lm_loss"] != others[1]["lm_loss"]

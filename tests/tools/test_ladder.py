@@ -28,7 +28,9 @@ HOFFMANN = {"E": 1.69, "A": 406.4, "B": 410.7, "a": 0.34, "b": 0.28}
 
 
 def loss_of(parameters: float, tokens: float) -> float:
-    return HOFFMANN["E"] + HOFFMANN["A"] / parameters ** HOFFMANN["a"] + HOFFMANN["B"] / tokens ** HOFFMANN["b"]
+    return (
+        HOFFMANN["E"] + HOFFMANN["A"] / parameters ** HOFFMANN["a"] + HOFFMANN["B"] / tokens ** HOFFMANN["b"]
+    )
 
 
 def points_of(noise: float = 0.0, seed: int = 0) -> list[Point]:
@@ -119,12 +121,18 @@ def test_runs_are_smaller_models_of_the_same_shape(tmp_path: Path) -> None:
     ladder = plan_ladder(spec_of(tmp_path), TARGET.split())
     small, _, large, last = ladder.rungs
     assert [rung.name for rung in ladder.rungs] == ["w16-l1-t1", "w16-l1-t2", "w32-l2-t1", "w32-l2-t2"]
-    shape = ("model.hidden_size", "model.num_layers", "model.num_attention_heads", "model.num_query_groups", "model.kv_channels")
+    shape = (
+        "model.hidden_size",
+        "model.num_layers",
+        "model.num_attention_heads",
+        "model.num_query_groups",
+        "model.kv_channels",
+    )
     assert [small.values[path] for path in shape] == [16, 1, 2, 1, 8]
     assert [large.values[path] for path in shape] == [32, 2, 4, 2, 8]
     assert large.values["model.ffn_hidden_size"] == 80
-    # tied embeddings of 61 tokens; q, k, v, projection; three matrices and two norms a layer; a final norm
-    assert large.parameters == 61 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 80 + 2 * 32) + 32
+    # tied embeddings of 60 tokens; q, k, v, projection; three matrices and two norms a layer; a final norm
+    assert large.parameters == 60 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 80 + 2 * 32) + 32
     assert last.iterations == -(-2 * last.parameters // (4 * 16))
     assert last.tokens == 64 * last.iterations
     config = yaml.safe_load(last.yaml)
@@ -167,15 +175,17 @@ def test_a_ladder_that_cannot_run_is_refused(
 
 
 def test_the_script_runs_all_runs_some_or_one_of_an_array(tmp_path: Path) -> None:
-    ladder = plan_ladder(spec_of(tmp_path / "a b", ranks=2), TARGET.split())
-    text = script(ladder, spec_of(tmp_path / "a b", ranks=2))
+    ladder = plan_ladder(spec_of(tmp_path / "a b", ranks=2, batch=8), TARGET.split())
+    text = script(ladder, spec_of(tmp_path / "a b", ranks=2, batch=8))
     assert "torchrun --standalone --nproc-per-node 2 pretrain.py --config" in text
     assert "--array=0-3" in text
     file = tmp_path / "run.sh"
     file.write_text(text.replace("torchrun --standalone --nproc-per-node 2 pretrain.py", "printf '%s|'"))
 
     def started(*words: str, **environment: str) -> list[str]:
-        ended = subprocess.run(["bash", str(file), *words], env=environment, check=True, capture_output=True, text=True)
+        ended = subprocess.run(
+            ["bash", str(file), *words], env=environment, check=True, capture_output=True, text=True
+        )
         return [Path(one).stem for one in ended.stdout.split("|") if one.endswith(".yaml")]
 
     names = [rung.name for rung in ladder.rungs]
@@ -229,7 +239,9 @@ def test_a_law_needs_sizes_and_token_counts() -> None:
 
 
 @pytest.mark.nightly
-def test_a_real_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_ladder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "ladder"
     words = f"ladder write --folder {folder} --widths 8 16 24 --tokens-per-parameter 0.5 --batch 4 {TARGET}".split()
     assert megatrain(words) == 0
@@ -252,14 +264,31 @@ def test_a_real_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     for name, parameters, tokens, _, loss in rows[1:4]:
         assert planned[name] == f"# {parameters} parameters, {tokens} tokens"
         lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-        assert float(loss) == pytest.approx(next(one["loss"] for one in lines[::-1] if one.get("validation") == "valid"), abs=1e-4)
+        assert float(loss) == pytest.approx(
+            next(one["loss"] for one in lines[::-1] if one.get("validation") == "valid"), abs=1e-4
+        )
     ET.parse(plot)
     assert megatrain(["ladder", "fit", *names]) == 2
     assert "3 runs of 3 sizes and 3 token counts do not determine" in capsys.readouterr().err
 
     monkeypatch.setattr(runs, "MIN_RUNS", 3)
     monkeypatch.setattr("megatrain.tools.ladder.cli.fit", lambda points: fit(points, num_samples=10))
-    assert megatrain(["ladder", "fit", *names, "--target-parameters", "1e6", "--target-tokens", "2e7", "--output", str(plot)]) == 0
+    assert (
+        megatrain(
+            [
+                "ladder",
+                "fit",
+                *names,
+                "--target-parameters",
+                "1e6",
+                "--target-tokens",
+                "2e7",
+                "--output",
+                str(plot),
+            ]
+        )
+        == 0
+    )
     assert "predicted loss of 1M parameters on 20M tokens:" in capsys.readouterr().out
     assert megatrain(["ladder", "fit", *names, "--target-tokens", "2e7"]) == 2
 

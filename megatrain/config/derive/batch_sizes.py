@@ -267,7 +267,9 @@ def parse_steps(
             raise ConfigError(f"{given}: two thresholds fall on sample {start}", fix="leave one of them out")
         steps[start] = _number(size, given)
     if 0 not in steps:
-        raise ConfigError(f"{given}: no threshold is 0", fix=f"start with a {value} at 0, such as '0:{example}'")
+        raise ConfigError(
+            f"{given}: no threshold is 0", fix=f"start with a {value} at 0, such as '0:{example}'"
+        )
     if not all(steps.values()):
         raise ConfigError(f"{given}: a {value} is 0", fix=f"use a {value} above 0")
     return SteppedBatch(tuple(sorted(steps.items())))

@@ -24,16 +24,24 @@ _FAR: Final = 100
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain ladder ...`."""
-    ladder = add_command(commands, "ladder", description="Write, compare and extrapolate a family of small runs.")
+    ladder = add_command(
+        commands, "ladder", description="Write, compare and extrapolate a family of small runs."
+    )
     actions = ladder.add_subparsers(dest="action", required=True, metavar="ACTION")
     write = add_command(
         actions, "write", run=write_runs, takes_run_flags=True, help="write the YAML files and the script of the runs",
         usage="megatrain ladder write --folder FOLDER [options] FLAGS",
         description=f"Write smaller and shorter runs than the one of FLAGS, and the script that runs them. {RUN_FLAGS}",
     )  # fmt: skip
-    write.add_argument("--folder", required=True, metavar="FOLDER", help="folder for the files and for the runs")
     write.add_argument(
-        "--widths", type=int, nargs="+", metavar="H", help="hidden sizes (default: four from 1/8 to 1/2 of the target's)"
+        "--folder", required=True, metavar="FOLDER", help="folder for the files and for the runs"
+    )
+    write.add_argument(
+        "--widths",
+        type=int,
+        nargs="+",
+        metavar="H",
+        help="hidden sizes (default: four from 1/8 to 1/2 of the target's)",
     )
     write.add_argument(
         "--tokens-per-parameter", type=float, nargs="+", default=_RATIOS, metavar="R",
@@ -43,8 +51,12 @@ def add_flags(commands: Any) -> None:
         "--depth", choices=("scaled", "same"),
         help="layers: in proportion to the width, or as many as the target (default: scaled; with --use-mup same)",
     )  # fmt: skip
-    write.add_argument("--batch", type=int, metavar="SAMPLES", help="global batch size of the runs (default: the target's)")
-    write.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks of a run (default: 1)")
+    write.add_argument(
+        "--batch", type=int, metavar="SAMPLES", help="global batch size of the runs (default: the target's)"
+    )
+    write.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="data-parallel ranks of a run (default: 1)"
+    )
     for name, run, text in (
         ("compare", compare_runs, "print and draw the losses of finished runs by size and tokens"),
         ("fit", fit_runs, "fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one"),
@@ -53,7 +65,9 @@ def add_flags(commands: Any) -> None:
         command.add_argument("runs", nargs="+", metavar="RUN", help="--save folder of a run")
         command.add_argument("--output", metavar="FILE.svg", help="plot to write")
         if name == "fit":
-            command.add_argument("--target-parameters", type=float, metavar="N", help="parameters to predict for")
+            command.add_argument(
+                "--target-parameters", type=float, metavar="N", help="parameters to predict for"
+            )
             command.add_argument("--target-tokens", type=float, metavar="D", help="tokens to predict for")
 
 
@@ -64,9 +78,19 @@ def write_runs(arguments: argparse.Namespace) -> int:
     ratios, widths = tuple(arguments.tokens_per_parameter), arguments.widths
     numbers = [*ratios, *(widths or ()), arguments.ranks, 1 if arguments.batch is None else arguments.batch]
     if min(numbers) <= 0:
-        raise ConfigError(f"{min(numbers):g} is not above 0", fix="use numbers above 0 for the options of megatrain ladder write")
+        raise ConfigError(
+            f"{min(numbers):g} is not above 0",
+            fix="use numbers above 0 for the options of megatrain ladder write",
+        )
     folder = Path(arguments.folder)
-    spec = LadderSpec(folder, widths and tuple(sorted(set(widths))), ratios, arguments.depth, arguments.batch, arguments.ranks)
+    spec = LadderSpec(
+        folder,
+        widths and tuple(sorted(set(widths))),
+        ratios,
+        arguments.depth,
+        arguments.batch,
+        arguments.ranks,
+    )
     ladder = plan_ladder(spec, arguments.run_flags)
     write_ladder(ladder, spec)
     print(f"{'run':<20} {'parameters':>14} {'tokens':>16} {'iterations':>11}")
@@ -94,7 +118,9 @@ def compare_runs(arguments: argparse.Namespace) -> int:
 def fit_runs(arguments: argparse.Namespace) -> int:
     """Fit the law, print it and the prediction, and draw both; return the exit code."""
     wanted = (arguments.target_parameters, arguments.target_tokens)
-    if any(one is None for one in wanted) != all(one is None for one in wanted) or any(one is not None and not one > 0 for one in wanted):
+    if any(one is None for one in wanted) != all(one is None for one in wanted) or any(
+        one is not None and not one > 0 for one in wanted
+    ):
         raise ConfigError(
             f"--target-parameters {wanted[0]} and --target-tokens {wanted[1]} are not two numbers above 0",
             fix="give both, such as --target-parameters 7e9 --target-tokens 140e9",
@@ -116,7 +142,9 @@ def fit_runs(arguments: argparse.Namespace) -> int:
 
 def _checked_runs(arguments: argparse.Namespace, *, fits: bool) -> list[LadderRun]:
     if arguments.output is not None and not arguments.output.endswith(".svg"):
-        raise ConfigError(f"--output {arguments.output}: the plot is an SVG file", fix="end its name with .svg")
+        raise ConfigError(
+            f"--output {arguments.output}: the plot is an SVG file", fix="end its name with .svg"
+        )
     runs = read_ladder(arguments.runs)
     found = list(problems(runs, fits=fits))
     if found:
@@ -125,11 +153,16 @@ def _checked_runs(arguments: argparse.Namespace, *, fits: bool) -> list[LadderRu
 
 
 def _print_points(points: Sequence[Point], law: Law | None) -> None:
-    print(f"{'run':<28} {'parameters':>14} {'tokens':>16} {'tokens/N':>9} {'loss':>9}" + ("" if law is None else f" {'law':>9}"))
+    print(
+        f"{'run':<28} {'parameters':>14} {'tokens':>16} {'tokens/N':>9} {'loss':>9}"
+        + ("" if law is None else f" {'law':>9}")
+    )
     for point in sorted(points, key=lambda one: (one.parameters, one.tokens)):
         fitted = "" if law is None else f" {law.losses(point.parameters, point.tokens)[0]:>9.4f}"
         ratio = point.tokens / point.parameters
-        print(f"{point.name:<28} {point.parameters:>14,} {point.tokens:>16,} {ratio:>9.3g} {point.loss:>9.4f}{fitted}")
+        print(
+            f"{point.name:<28} {point.parameters:>14,} {point.tokens:>16,} {ratio:>9.3g} {point.loss:>9.4f}{fitted}"
+        )
 
 
 def _print_target(law: Law, target: Target, points: Sequence[Point]) -> None:
@@ -137,7 +170,9 @@ def _print_target(law: Law, target: Target, points: Sequence[Point]) -> None:
         f"predicted loss of {short(target.parameters)} parameters on {short(target.tokens)} tokens: {target.loss:.4f}"
         f"  (90 % of resampled runs: {target.low:.4f} to {target.high:.4f})"
     )
-    farther = max(target.parameters / max(p.parameters for p in points), target.tokens / max(p.tokens for p in points))
+    farther = max(
+        target.parameters / max(p.parameters for p in points), target.tokens / max(p.tokens for p in points)
+    )
     if farther > _FAR:
         print(
             f"note: the target is {farther:,.0f} times as large as the largest run: the interval covers the noise of the runs, not"
@@ -149,7 +184,9 @@ def _print_target(law: Law, target: Target, points: Sequence[Point]) -> None:
         print(f"least loss for its FLOPs: {short(size)} parameters on {short(tokens)} tokens")
 
 
-def _draw(arguments: argparse.Namespace, points: Sequence[Point], law: Law | None, target: Target | None, title: str) -> None:
+def _draw(
+    arguments: argparse.Namespace, points: Sequence[Point], law: Law | None, target: Target | None, title: str
+) -> None:
     if arguments.output is None:
         return
     output = Path(arguments.output)
@@ -157,5 +194,7 @@ def _draw(arguments: argparse.Namespace, points: Sequence[Point], law: Law | Non
         output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(output, [ladder_svg(points, law, target, title).encode()])
     except OSError as error:
-        raise ConfigError(f"--output {output}: {error.strerror or error}", fix="name a file in a folder that can be written") from error
+        raise ConfigError(
+            f"--output {output}: {error.strerror or error}", fix="name a file in a folder that can be written"
+        ) from error
     print(f"{output}: open it in a browser")

@@ -35,7 +35,13 @@ _MLPS: Final = (
     "experts.moe_ffn_hidden_size",
     "experts.moe_shared_expert_intermediate_size",
 )
-_SCALED: Final = ("model.hidden_size", "model.num_layers", "model.num_attention_heads", "model.num_query_groups", *_MLPS)
+_SCALED: Final = (
+    "model.hidden_size",
+    "model.num_layers",
+    "model.num_attention_heads",
+    "model.num_query_groups",
+    *_MLPS,
+)
 _PHASES: Final = (
     "training.rampup_batch_size", "training.step_batch_size_schedule", "data.seq_length_schedule", "data.data_schedule",
     "data.phase_transition_iterations", "model.heterogeneous_layers_config_path", "model.hybrid_layer_pattern",
@@ -117,7 +123,8 @@ def plan_ladder(spec: LadderSpec, run_flags: Sequence[str]) -> Ladder:
     for path in _PHASES:
         if target.config.raw(path):
             raise ConfigError(
-                f"{flag_of(path)} does not scale to smaller and shorter runs", fix=f"remove {flag_of(path)} for the ladder"
+                f"{flag_of(path)} does not scale to smaller and shorter runs",
+                fix=f"remove {flag_of(path)} for the ladder",
             )
     base = {path: value for path, value in _given(request) if path not in _OF_THE_RUN}
     base |= {} if spec.batch is None else {"training.global_batch_size": spec.batch}
@@ -130,8 +137,10 @@ def plan_ladder(spec: LadderSpec, run_flags: Sequence[str]) -> Ladder:
         if has_mup and "model.mup_base_hidden_size" not in base:
             shape["model.mup_base_hidden_size"] = min(widths)
         name = f"w{width}-l{shape['model.num_layers']}"
-        count = _parameters(_checked(base | shape | {"training.train_iters": 1}, spec, name))
-        rungs += [_rung(spec, target, base | shape, name, count, ratio) for ratio in spec.tokens_per_parameter]
+        count = _parameters(_checked(base | shape | _lengths(target, 1), spec, name))
+        rungs += [
+            _rung(spec, target, base | shape, name, count, ratio) for ratio in spec.tokens_per_parameter
+        ]
     tokens = target.derived.train_samples * target.config.data.seq_length
     return Ladder(tuple(rungs), _parameters(target), tokens, has_mup)
 
@@ -170,7 +179,10 @@ def _given(request: Request) -> Iterator[tuple[str, Any]]:
     """Yield the settings that flags and files of the target give, without its folders and its layout."""
     for setting in settings():
         value = request.config.raw(setting.path)
-        if request.origins[setting.path].kind in ("flag", "yaml") and setting.section not in ("checkpoint", "parallel"):
+        if request.origins[setting.path].kind in ("flag", "yaml") and setting.section not in (
+            "checkpoint",
+            "parallel",
+        ):
             if value is AUTO or is_resolved(value):
                 yield setting.path, "auto" if value is AUTO else value
 
@@ -192,7 +204,11 @@ def _shape(config: Config, width: int, *, is_scaled: bool) -> dict[str, Any]:
             f"--widths {width}: heads of {unit} channels of --hidden-size do not fill it",
             fix=f"use multiples of {unit}, such as {max(1, round(width / unit)) * unit}",
         )
-    groups = max(one for one in range(1, heads + 1) if heads % one == 0 and one <= max(1, model.num_query_groups * share))
+    groups = max(
+        one
+        for one in range(1, heads + 1)
+        if heads % one == 0 and one <= max(1, model.num_query_groups * share)
+    )
     layers = max(1, round(model.num_layers * share)) if is_scaled else model.num_layers
     found = {
         "model.hidden_size": width,
@@ -225,29 +241,37 @@ def _checked(values: Mapping[str, Any], spec: LadderSpec, name: str) -> Plan:
 def _parameters(plan: Plan) -> int:
     """Return the parameters of a model, without building it."""
     shape = grid_shape(plan)
-    engines = [Engine(plan, build_grid(shape, rank), torch.device("meta")) for rank in shape.rank_lists("pp")[0]]
+    engines = [
+        Engine(plan, build_grid(shape, rank), torch.device("meta")) for rank in shape.rank_lists("pp")[0]
+    ]
     registries = [engine.model.registry for engine in engines]
     return model_tree(registries, engines[0].model.spec.routers_by_name, ep=shape.ep).parameters
 
 
-def _rung(spec: LadderSpec, target: Plan, values: Mapping[str, Any], name: str, count: int, ratio: float) -> Rung:
+def _rung(
+    spec: LadderSpec, target: Plan, values: Mapping[str, Any], name: str, count: int, ratio: float
+) -> Rung:
     """Return the run of a model on `ratio` tokens per parameter, in whole batches."""
     batch = spec.batch or target.config.training.global_batch_size
     batch_tokens = batch * target.config.data.seq_length
     iterations = max(1, math.ceil(ratio * count / batch_tokens))
-    derived, name = target.derived, f"{name}-t{ratio:g}"
+    name = f"{name}-t{ratio:g}"
     folder = str(spec.folder / name)
-    own = {
-        "training.train_iters": iterations,
-        "training.eval_interval": iterations,
-        "checkpoint.save": folder,
-        "checkpoint.load": folder,
-    }
-    if derived.lr_warmup_samples:
-        own["schedule.lr_warmup_fraction"] = float(f"{derived.lr_warmup_samples / derived.lr_decay_samples:.6g}")
-    if derived.lr_wsd_decay_samples is not None:
-        share = derived.lr_wsd_decay_samples / derived.lr_decay_samples
-        own["schedule.lr_wsd_decay_iters"] = max(1, round(share * iterations))
-    found = {"training.global_batch_size": batch, **values, **own}
+    own = {"checkpoint.save": folder, "checkpoint.load": folder}
+    found = {"training.global_batch_size": batch, **values, **_lengths(target, iterations), **own}
     _checked(found, spec, name)
     return Rung(name, count, iterations * batch_tokens, iterations, found)
+
+
+def _lengths(target: Plan, iterations: int) -> dict[str, Any]:
+    """Return the length of a run, with an evaluation at its end and the schedules of the target in proportion."""
+    derived = target.derived
+    found: dict[str, Any] = {"training.train_iters": iterations, "training.eval_interval": iterations}
+    if derived.lr_warmup_samples:
+        found["schedule.lr_warmup_fraction"] = float(
+            f"{derived.lr_warmup_samples / derived.lr_decay_samples:.6g}"
+        )
+    if derived.lr_wsd_decay_samples is not None:
+        share = derived.lr_wsd_decay_samples / derived.lr_decay_samples
+        found["schedule.lr_wsd_decay_iters"] = max(1, round(share * iterations))
+    return found

@@ -101,7 +101,9 @@ def fit(points: Sequence[Point], *, seed: int = 0, num_samples: int = NUM_SAMPLE
     )
     best, _ = _descend(starts, x, y, np.broadcast_to(whole, (len(starts), len(points))))
     counts = np.random.default_rng(seed).multinomial(len(points), whole / len(points), size=num_samples)
-    samples, _ = _descend(np.repeat(best[:1], num_samples, axis=0), x, y, counts.astype(np.float64), sort=False)
+    samples, _ = _descend(
+        np.repeat(best[:1], num_samples, axis=0), x, y, counts.astype(np.float64), sort=False
+    )
     return Law(np.concatenate((best[:1], samples)), center)
 
 
@@ -121,7 +123,9 @@ def _log_losses(fits: Floats, x: Floats) -> tuple[Floats, Floats]:
     return top + np.log(total), scaled / total[:, None]
 
 
-def _descend(fits: Floats, x: Floats, y: Floats, weights: Floats, *, sort: bool = True) -> tuple[Floats, Floats]:
+def _descend(
+    fits: Floats, x: Floats, y: Floats, weights: Floats, *, sort: bool = True
+) -> tuple[Floats, Floats]:
     """Minimize the Huber loss from each start; return the fits, the best first, and their losses.
 
     Args:

@@ -81,7 +81,7 @@ def _grid(axes: _Axes) -> Iterator[str]:
     for loss in np.geomspace(*axes.losses, 7)[1:-1]:
         y = axes.y(float(loss))
         yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.3g}</text>'
+        yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.2f}</text>'
     middle = (_LEFT + right) / 2
     yield f'<text x="{middle}" y="{_HEIGHT - 12}" text-anchor="middle">training FLOPs, 6 N D</text>'
     yield f'<text x="16" y="{(_TOP + bottom) / 2}" text-anchor="middle" transform="rotate(-90 16 {(_TOP + bottom) / 2})">loss</text>'
@@ -112,7 +112,11 @@ def _target(target: Target, axes: _Axes) -> Iterator[str]:
     low, y, high = (axes.y(loss) for loss in (target.low, target.loss, target.high))
     yield f'<line class="target" x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke-width="2"/>'
     yield f'<path class="target" d="M{x:.1f} {y - 7:.1f} l7 7 l-7 7 l-7 -7 z" stroke-width="2"/>'
-    words = (f"{short(target.parameters)} parameters,", f"{short(target.tokens)} tokens:", f"{target.loss:.3f} ({target.low:.3f} to {target.high:.3f})")
+    words = (
+        f"{short(target.parameters)} parameters,",
+        f"{short(target.tokens)} tokens:",
+        f"{target.loss:.3f} ({target.low:.3f} to {target.high:.3f})",
+    )
     for number, text in enumerate(words):
         yield f'<text x="{x + 14:.1f}" y="{y + 16 * number - 12:.1f}">{text}</text>'
 

@@ -1,12 +1,13 @@
 """Finished runs as points of a scaling law.
 
-    RUN/metrics.jsonl  tokens, and the loss: of the last evaluation, or else the mean of the last iterations
-    RUN/config.yaml    settings that must be equal
-    RUN/iter_NNNNNNN   parameters, and the datasets and tokenizer that were read
+RUN/metrics.jsonl  tokens, and the loss: of the last evaluation, or else the mean of the last iterations
+RUN/config.yaml    settings that must be equal
+RUN/iter_NNNNNNN   parameters, and the datasets and tokenizer that were read
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -114,9 +115,7 @@ def problems(runs: Sequence[LadderRun], *, fits: bool) -> Iterator[Problem]:
             )
     if not fits:
         return
-    sizes, tokens = (
-        _levels([getattr(run, name) for run in runs]) for name in ("parameters", "tokens")
-    )
+    sizes, tokens = (_levels([getattr(run, name) for run in runs]) for name in ("parameters", "tokens"))
     if len(runs) < MIN_RUNS or min(sizes, tokens) < MIN_LEVELS:
         yield Problem(
             f"{len(runs)} runs of {sizes} sizes and {tokens} token counts do not determine E, A, B and two exponents",
@@ -128,4 +127,4 @@ def problems(runs: Sequence[LadderRun], *, fits: bool) -> Iterator[Problem]:
 def _levels(values: Sequence[float]) -> int:
     """Return the number of clearly different values."""
     ascending = sorted(values)
-    return 1 + sum(after > _SIGNIFICANT * before for before, after in zip(ascending, ascending[1:], strict=False))
+    return 1 + sum(after > _SIGNIFICANT * before for before, after in itertools.pairwise(ascending))

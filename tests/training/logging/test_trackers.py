@@ -72,7 +72,9 @@ def test_both_get_the_curves_and_the_settings(tmp_path: Path, calls: list[tuple[
     assert pretrain.main(flags_of(tmp_path)) == 0
     assert pretrain.main(flags_of(tmp_path, **{"--train-iters": "3"})) == 0
 
-    assert of(calls, "mlflow.create_run") == [("7", {"run_name": "first"})], "the second run continues the first"
+    assert of(calls, "mlflow.create_run") == [("7", {"run_name": "first"})], (
+        "the second run continues the first"
+    )
     assert of(calls, "mlflow.update_run") == [("run1", {"status": "RUNNING"})]
     batches = of(calls, "mlflow.log_batch")
     points = [point for *_, options in batches for point in options.get("metrics", ())]
@@ -85,7 +87,10 @@ def test_both_get_the_curves_and_the_settings(tmp_path: Path, calls: list[tuple[
 
     first, second = of(calls, "comet.start")
     assert (first["workspace"], first["project"], first["experiment_config"]["name"]) == ("w", "p", "n")
-    assert [(one["mode"], one["experiment_key"]) for one in (first, second)] == [("create", None), ("get", "key1")]
+    assert [(one["mode"], one["experiment_key"]) for one in (first, second)] == [
+        ("create", None),
+        ("get", "key1"),
+    ]
     assert not any(first["experiment_config"][f"log_{what}"] for what in ("code", "git_patch", "env_details"))
     logged = of(calls, "comet.log_metrics")
     assert [options["step"] for values, options in logged if "lm loss" in values] == [1, 2, 3]
@@ -98,7 +103,10 @@ def test_both_get_the_curves_and_the_settings(tmp_path: Path, calls: list[tuple[
 
 
 def test_one_that_fails_stops_neither_the_run_nor_the_other(
-    tmp_path: Path, calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    calls: list[tuple[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def start(**_: Any) -> None:
         raise ValueError(f"the key {os.environ['COMET_API_KEY']} of https://me:word@host is not valid")
@@ -120,11 +128,15 @@ def test_errors_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mlflow_has_the_values_of_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real package, in files. A run that stops and resumes has one run there."""
     pytest.importorskip("mlflow")
-    flags = {name: None for name in ("--comet-project", "--comet-workspace", "--comet-experiment-name")}
+    flags = dict.fromkeys(("--comet-project", "--comet-workspace", "--comet-experiment-name"))
     store = f"file://{tmp_path / 'store'}"
     environment = os.environ | KEYS | {"MLFLOW_TRACKING_URI": store, "MLFLOW_ALLOW_FILE_STORE": "true"}
     for train_iters in ("2", "4"):
-        command = [sys.executable, "pretrain.py", *flags_of(tmp_path / "run", **flags, **{"--train-iters": train_iters})]
+        command = [
+            sys.executable,
+            "pretrain.py",
+            *flags_of(tmp_path / "run", **flags, **{"--train-iters": train_iters}),
+        ]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [(line["iteration"], line["lm_loss"]) for line in lines if "lm_loss" in line]
@@ -134,7 +146,9 @@ def test_mlflow_has_the_values_of_the_metrics_file(tmp_path: Path, monkeypatch: 
     client = mlflow.MlflowClient(store)
     (run,) = client.search_runs([client.get_experiment_by_name("tries").experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
-    assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "lm loss")] == losses
+    assert [
+        (point.step, point.value) for point in client.get_metric_history(run.info.run_id, "lm loss")
+    ] == losses
     assert run.data.params["model.num_layers"] == "4"
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert not [name for name, secret in KEYS.items() if secret.encode() in written]
