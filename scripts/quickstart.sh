@@ -39,14 +39,14 @@ pretrain=(pretrain.py --config "$config")
 
 # Trains in the background until the given iteration is logged, then kills the training as a power failure would.
 train_and_kill_at() {
-  local iteration=$1 reached
+  local iteration=$1
   "$PYTHON" "${pretrain[@]}" &
   local pid=$!
   # The background process does not see Ctrl-C: it must not outlive this script.
   trap 'kill "$pid" 2>/dev/null || true' EXIT
   while kill -0 "$pid" 2>/dev/null; do
-    reached=$(last_iteration)
-    if ((reached >= iteration)); then
+    # Each iteration has a line, so that they are read only if there may be enough: Python takes time from the training.
+    if [[ -f "$metrics" ]] && (($(wc -l <"$metrics") >= iteration)) && (($(last_iteration) >= iteration)); then
       { kill -KILL "$pid" && wait "$pid"; } 2>/dev/null || true
       trap - EXIT
       say "killed with SIGKILL after iteration $(last_iteration)"
@@ -75,8 +75,8 @@ stage "${data}_text_document.idx" "data: the corpus as tokens, in the .bin/.idx 
 if [[ -e "$run/complete" ]]; then
   say "training: complete already ($run/checkpoints); --fresh starts over"
 else
-  # A little past the middle, so that a checkpoint exists and some iterations run twice.
-  half=$(($("$PYTHON" scripts/quickstart/progress.py train-iters "$config") * 13 / 25))
+  # Near the middle, a little after a checkpoint: some iterations run twice.
+  half=$(($("$PYTHON" scripts/quickstart/progress.py train-iters "$config") * 11 / 25))
   if (($(last_iteration) < half)); then
     say "training: ${pretrain[*]}, to be killed half-way, at iteration $half"
     train_and_kill_at "$half"

@@ -153,7 +153,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, made_once: Callable[[str]
     (made.folder / "configs").mkdir()
     config = (ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
     for words, fewer in {
-        "train_iters: 400": "train_iters: 24",
+        "train_iters: 240": "train_iters: 24",
         "lr_warmup_iters: 40": "lr_warmup_iters: 4",
         "eval_iters: 16": "eval_iters: 1",
         "save_interval: 100": "save_interval: 5",

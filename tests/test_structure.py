@@ -8,6 +8,7 @@ Every finder also runs on small invented sources that break its rule, so that a 
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import subprocess
 import sys
@@ -129,6 +130,17 @@ def megatrain_modules() -> dict[str, Module]:
 
 
 MODULES = megatrain_modules()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parsed() -> Iterator[None]:
+    """Parse without collections of garbage, which search millions of nodes; no later test keeps them."""
+    gc.disable()
+    assert all(module.nodes for module in MODULES.values() if module.source)
+    gc.freeze()
+    gc.enable()
+    yield
+    MODULES.clear()
 
 
 # ---- the finders: each takes a module (or all of them) and returns a sentence for each violation of its rule

@@ -62,8 +62,9 @@ ALLOWED = (
 """Text in which a retired word stands for something else."""
 _ALLOWED = re.compile("|".join(ALLOWED))
 _RETIRED = [(re.compile(rf"(?<![\w-])({pattern})(?![\w-])"), instead) for pattern, instead in RETIRED.items()]
-_ANY = re.compile("|".join(pattern.pattern for pattern, _ in _RETIRED))
+_ANY = re.compile(rf"(?<![\w-])({'|'.join(RETIRED)})(?![\w-])")
 _OPENING = re.compile(r"(Of|What|Whether|Whoever|Whichever|Those|Where)\b")
+_QUOTED_OPENING = re.compile(rf"[\"'][\s\\]*{_OPENING.pattern}")
 _COMMENT_OPENING = re.compile(rf"#[# ]*{_OPENING.pattern}")
 
 
@@ -88,6 +89,8 @@ TEXTS = texts()
 
 def retired_words(path: str, text: str) -> Iterator[str]:
     """Each retired word of a text, as a finding."""
+    if not _ANY.search(text):
+        return
     for number, line in enumerate(text.splitlines(), 1):
         if not _ANY.search(line):
             continue
@@ -100,7 +103,7 @@ def retired_words(path: str, text: str) -> Iterator[str]:
 
 def odd_openings(path: str, source: str) -> Iterator[str]:
     """Each docstring, field documentation and comment that opens with a relative clause, as a finding."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if _QUOTED_OPENING.search(source) else ():
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)

@@ -118,7 +118,7 @@ def test_hostile_manifests_are_damage(folder: Path, request_and_facts: tuple[Any
     of_state = [case for case in cases if not case.name.startswith("config") and "huge" not in case.name]
     check(
         folder,
-        of_state[::8] + [case for case in cases if case.name.startswith("config")][::80],
+        of_state[::24] + [case for case in cases if case.name.startswith("config")][::240],
         request_and_facts,
     )
 

@@ -106,10 +106,11 @@ OFFLOAD = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
 ZERO_3 = "--data-parallel-sharding-strategy optim_grads_params --use-megatron-fsdp"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 OPTIONS = [
-    ("one process", ""),
+    ("one process", "--num-layers 1 --global-batch-size 4"),
     *[
         pytest.param(*pair, marks=pytest.mark.nightly)
         for pair in [
+            ("one process", ""),
             ("one process", "--bf16"),
             *[(parameter.values[0], "") for parameter in EACH_LAYOUT[1:]],
             ("dp4", OFFLOAD),

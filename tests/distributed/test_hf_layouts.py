@@ -42,7 +42,7 @@ CASES = [
     for layout in LAYOUTS
     if layout != "ep2" or any("expert" in key for key in MODELS[name][1])
 ]
-ALWAYS = [("Llama 2", "pp2"), ("DeepSeek-V3", "ep2")]
+ALWAYS = [("DeepSeek-V3", "ep2")]
 
 
 def train(rank: int, world_size: int, words: list[str]) -> int:

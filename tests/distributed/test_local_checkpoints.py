@@ -75,6 +75,12 @@ def run(pool: WorkerPool, tmp_path: Path) -> Run:
     return train
 
 
+def forget(save: Path, iteration: int) -> None:
+    """Remove the only checkpoint of a run that is not local."""
+    shutil.rmtree(save / f"iter_{iteration:07d}")
+    (save / TRACKER_NAME).unlink()
+
+
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("shard*"))
 
@@ -102,23 +108,24 @@ def unbroken(pool: WorkerPool, folder: Path, *flags: str) -> Path:
 def test_a_run_resumes_from_the_disks_of_its_nodes(
     run: Run, pool: WorkerPool, tmp_path: Path, copies: list[str]
 ) -> None:
-    run(*LAYOUT, *copies, "--exit-interval", "16", code=75)
-    shutil.rmtree(tmp_path / "run" / "iter_0000016")
+    short = [*LAYOUT, *copies, "--train-iters", "8"]
+    run(*short, "--exit-interval", "7", code=75)
+    forget(tmp_path / "run", 7)
     nodes = [tmp_path / f"node_{node}" / "local" for node in range(2)]
     for node, folder in enumerate(nodes):
         (found,) = find_checkpoints(folder)
-        assert (found.iteration, found.problem, verify(found.path)) == (15, None, [])
+        assert (found.iteration, found.problem, verify(found.path)) == (6, None, [])
         own = [f"shard_0000{rank}.safetensors" for rank in (2 * node, 2 * node + 1)]
         every = [f"shard_0000{rank}.safetensors" for rank in range(4)]
         assert files(found.path) == (every if copies else own)
     if copies:
         shutil.rmtree(nodes[len(copies) % 2])  # once the node of rank 0, once the other
-    printed = run(*LAYOUT, *copies)
-    assert "local/iter_0000015: iteration 15" in printed
-    other = unbroken(pool, tmp_path, *LAYOUT)
+    printed = run(*short)
+    assert "local/iter_0000006: iteration 6" in printed
+    other = unbroken(pool, tmp_path, *LAYOUT, "--train-iters", "8")
     assert metrics(tmp_path / "run") == metrics(other)
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
-        last = [hash_tensors(folder / "iter_0000020", kind) for folder in (tmp_path / "run", other)]
+        last = [hash_tensors(folder / "iter_0000008", kind) for folder in (tmp_path / "run", other)]
         assert last[0] == last[1]
 
 
@@ -165,11 +172,11 @@ def test_a_damaged_description_costs_nothing(
     run: Run, tmp_path: Path, node: int, file: str, content: bytes | None
 ) -> None:
     """Another node has the manifest, and the files of the node are known by it; there are no copies."""
-    run("--exit-interval", "16", code=75)
-    shutil.rmtree(tmp_path / "run" / "iter_0000016")
-    damaged = tmp_path / f"node_{node}" / "local" / "iter_0000015" / file
+    run("--exit-interval", "4", code=75)
+    forget(tmp_path / "run", 4)
+    damaged = tmp_path / f"node_{node}" / "local" / "iter_0000003" / file
     damaged.write_bytes(damaged.read_bytes()[:-3] if content is None else content)
-    assert "local/iter_0000015: iteration 15" in run()
+    assert "local/iter_0000003: iteration 3" in run("--skip-train")
 
 
 @pytest.mark.nightly
@@ -214,13 +221,8 @@ def test_a_damaged_copy_that_no_rank_reads_is_replaced_with_one_that_is_read(
 @pytest.mark.parametrize("node", one_in(2, [0, 1]))
 def test_a_damaged_file_is_copied_again(run: Run, tmp_path: Path, node: int, how: str) -> None:
     """Before the first checkpoint in --save; if no node has the file intact, the run does not start anew."""
-
-    def forget_last() -> None:
-        shutil.rmtree(tmp_path / "run" / "iter_0000004")
-        (tmp_path / "run" / TRACKER_NAME).unlink()
-
     run(*COPIES, "--exit-interval", "4", code=75)
-    forget_last()
+    forget(tmp_path / "run", 4)
     folder, name = "local/iter_0000003", f"shard_0000{2 * node}.safetensors"
     shards = [tmp_path / f"node_{one}" / folder / name for one in (0, 1)]
     damage(shards[node], how)
@@ -229,7 +231,7 @@ def test_a_damaged_file_is_copied_again(run: Run, tmp_path: Path, node: int, how
     assert f": {name}\n" in printed
     assert f"{folder}: iteration 3" in printed
     assert_whole(shards[node].parent)
-    forget_last()
+    forget(tmp_path / "run", 4)
     for shard in shards:
         damage(shard, how)
     assert f"{folder}/{name}: " in run(*COPIES, code=3)

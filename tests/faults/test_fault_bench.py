@@ -19,7 +19,7 @@ from faults.mutants import MUTANTS, ROOT
 from faults.power import CONTENT_MODES, Record, Recorder
 from faults.restarts import JOBS, fault, run_case
 
-COUNTS = {"K": 2, "E": 12, "C": 20, "S": 12, "X": 16}
+COUNTS = {"K": 1, "E": 6, "C": 10, "S": 6, "X": 8}
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from everyday import nightly
 from hand_made_folders import LLAMA, made, write_folder
 
 from megatrain.tools.main import main
@@ -215,13 +216,14 @@ def other_tensors(folder: Path, r: random.Random) -> None:
     (folder / r.choice(SHARDS)).rename(folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("rounds", [range(2), nightly(range(2, ROUNDS))], ids=len)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutant_is_refused_with_one_sentence(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, rounds: range, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(MUTATIONS) * ROUNDS == 200
     whole = write_folder(tmp_path / "whole", made("llama"), LLAMA, num_files=2)
-    for number in range(ROUNDS):
+    for number in rounds:
         folder = Path(shutil.copytree(whole, tmp_path / "theirs"))
         MUTATIONS[name](folder, random.Random(f"{name} {number}"))
         exit_code = main(["convert", "hf-to-megatrain", str(folder), str(tmp_path / "ours")])

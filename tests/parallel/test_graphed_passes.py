@@ -57,7 +57,7 @@ class Recorded:
         nightly("llama"),
         nightly("llama tied zloss"),
         nightly("llama tokens"),
-        "llama uniform",
+        nightly("llama uniform"),
         nightly("llama muon"),
         nightly("mixtral auxloss"),
         nightly("qwenmoe"),

@@ -159,12 +159,12 @@ def peak_bounds(schedule: PipelineSchedule, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[pytest.mark.nightly] * (n > 0)) for n in range(200)]
+    "number", [pytest.param(n, marks=[pytest.mark.nightly] * (n > 0)) for n in range(400)]
 )
 def test_random_numbers_of_ranks_chunks_and_microbatches(number: int) -> None:
     """No deadlock, the duration of the formula, the peak within its bound; the simulator also finds passes that run
     twice, lack their input, or are missing."""
-    for ranks, chunks, count, more in SAMPLES[number::200]:
+    for ranks, chunks, count, more in SAMPLES[number::400]:
         kinds = [of_kind(name, ranks, chunks) for name in PIPELINE_SCHEDULES]
         schedules = [
             *(replace(one, posts_receives=number % 2 == 0) for one in kinds),

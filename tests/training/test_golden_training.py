@@ -242,7 +242,7 @@ def test_bf16_on_a_gpu_follows_the_recorded_curve(case: str, recordings: Path, t
     hold(case, recordings, tmp_path, BF16, "--device", "cuda", "--bf16")
 
 
-@pytest.mark.parametrize("case", ["gpt2", nightly("llama"), pytest.param("mtp"), nightly("mixtral"), "dsv3"])
+@pytest.mark.parametrize("case", ["gpt2", *map(nightly, ("llama", "mtp", "mixtral")), "dsv3"])
 @pytest.mark.usefixtures("tf32_routers")
 def test_gradients_of_the_first_iteration_are_the_recorded_ones(case: str, recordings: Path) -> None:
     def gradients(order: AbstractContextManager[Any]) -> dict[str, Tensor]:

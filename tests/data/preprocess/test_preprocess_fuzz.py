@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from everyday import one_in
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from preprocessing import NULL, run
@@ -151,7 +152,7 @@ def check(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("without_fsync")
-@pytest.mark.parametrize("hundred", range(3))
+@pytest.mark.parametrize("hundred", one_in(3, range(3)))
 def test_random_inputs(tmp_path, hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
         check(tmp_path, seed)

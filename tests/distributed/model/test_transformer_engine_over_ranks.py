@@ -63,11 +63,8 @@ def plan_of(implementation: str, layout: Layout, world_size: int, *flags: str, *
     return dataclasses.replace(plan, derived=plan.derived.replaced(values))
 
 
-ALWAYS = {
-    "llama documents zloss",
-    "tp2 sp gpt2 tied dp2 zero1 overlap",
-}
-"""Layouts of every test run; the others are in nightly ones."""
+ALWAYS = {"tp2 sp gpt2 tied dp2 zero1 overlap"}
+"""The layout of every test run; the others are in nightly ones."""
 
 
 @pytest.mark.parametrize("words", only(ALWAYS, WORDS))

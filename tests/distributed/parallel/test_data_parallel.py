@@ -126,7 +126,7 @@ def allocated_at_most(rank: int, world_size: int, layout: Layout) -> Sequence[in
 @pytest.mark.parametrize(
     ("layout", "most"),
     [
-        (Layout.of("dp2 zero2 overlap"), (0, 2)),
+        nightly(Layout.of("dp2 zero2 overlap"), (0, 2)),
         (Layout.of("dp2 zero3 overlap tied uniform"), (2, 2)),
         nightly(Layout.of("dp2 zero3 overlap"), (2, 2)),
         nightly(Layout.of("dp2 zero3"), (1, 1)),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday import nightly
 from megatron_torch_files import write_torch_files
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -46,11 +47,11 @@ def test_an_exported_checkpoint_equals_the_original(case: str, golden_text: Path
 @pytest.mark.parametrize(
     ("folder", "case"),
     [
-        ("bert", "bert"),
+        nightly("bert", "bert"),
         ("t5", "t5"),
-        ("gdn", "qwen3next"),
+        nightly("gdn", "qwen3next"),
         ("gdn", "gdn"),
-        ("hybrid", "mamba"),
+        nightly("hybrid", "mamba"),
         ("hybrid", "nemotron"),
     ],
 )
@@ -96,10 +97,10 @@ def assert_same_after_both_conversions(source: Path, tmp_path: Path, *flags: str
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
-        ("llama", {"tp": 2}),
-        pytest.param("gpt2", {"tp": 2, "pp": 3}, marks=pytest.mark.nightly),
+        nightly("llama", {"tp": 2}),
+        nightly("gpt2", {"tp": 2, "pp": 3}),
         ("mixtral", {"tp": 2, "ep": 2}),
-        pytest.param("qwen3moe", {"pp": 3, "ep": 2}, marks=pytest.mark.nightly),
+        nightly("qwen3moe", {"pp": 3, "ep": 2}),
     ],
 )
 def test_a_recorded_run_over_ranks_keeps_its_layout(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday import nightly
 from megatron_torch_files import write_torch_files
 
 from megatrain.checkpoint.errors import CheckpointError
@@ -94,7 +95,7 @@ def test_the_flag_is_needed(stored: Path, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("bert", {"tp": 2}), ("bert", {"pp": 3}), ("t5", {"tp": 2}), ("t5", {"tp": 4})],
+    [nightly("bert", {"tp": 2}), ("bert", {"pp": 3}), ("t5", {"tp": 2}), nightly("t5", {"tp": 4})],
     ids=str,
 )
 def test_other_families_have_the_tensors_of_torch_dist(

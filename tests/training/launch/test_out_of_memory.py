@@ -2,34 +2,32 @@
 
 import errno
 import resource
-import subprocess
-import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from run_helpers import ROOT, command_line
+from forked_job import ForkedJob
+from run_helpers import command_line
 
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.errors import ConfigError
+from megatrain.process.available_memory import process_bytes
 from megatrain.training.launch.out_of_memory import OutOfMemoryError, allocation_errors, is_out_of_memory
 from megatrain.training.launch.ranks import report_errors
-
-LIMITED = f"""
-import resource, sys
-import pretrain
-from megatrain.process.available_memory import process_bytes
-import torch, megatrain.training.trainer, megatrain.training.planning.memory_check
-resource.setrlimit(resource.RLIMIT_AS, (1 << 40, {resource.RLIM_INFINITY}))
-held = (1 << 40) - process_bytes()
-resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30), {resource.RLIM_INFINITY}))
-sys.exit(pretrain.main(sys.argv[1:]))
-"""
-"""Trains with 1 GiB of address space."""
+from megatrain.training.planning import memory_check  # noqa: F401 (imported before memory is limited)
+from megatrain.training.trainer import Trainer  # noqa: F401 (likewise)
 
 
-def test_a_step_that_does_not_fit_ends_in_one_message() -> None:
+def limit_memory(_: int) -> None:
+    """Leave 1 GiB of address space."""
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY))
+    held = (1 << 40) - process_bytes()
+    resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30), resource.RLIM_INFINITY))
+
+
+def test_a_step_that_does_not_fit_ends_in_one_message(tmp_path: Path) -> None:
     words = command_line(
         {
             "--seq-length": "512",
@@ -38,21 +36,16 @@ def test_a_step_that_does_not_fit_ends_in_one_message() -> None:
             "--ffn-hidden-size": "8192",
         }
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", LIMITED, *words],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 1, ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert ended.stderr.count("error: out of memory during iteration 1: ") == 1
-    assert "GB asked for in host memory; held: " in ended.stderr
-    assert "its limits (ulimit -v, ulimit -d) leave" in ended.stderr
-    assert "the plan keeps" in ended.stderr
-    assert "a smaller --micro-batch-size, --recompute-activations" in ended.stderr
+    job = ForkedJob(words, 1, tmp_path, limit_memory)
+    job.wait()
+    errors = job.output(0)
+    assert job.exit_codes == {0: 1}, errors
+    assert "Traceback" not in errors
+    assert errors.count("error: out of memory during iteration 1: ") == 1
+    assert "GB asked for in host memory; held: " in errors
+    assert "its limits (ulimit -v, ulimit -d) leave" in errors
+    assert "the plan keeps" in errors
+    assert "a smaller --micro-batch-size, --recompute-activations" in errors
 
 
 def plan_on(device: str) -> Plan:

@@ -1,13 +1,13 @@
 """A run connects to nothing, and writes and prints no secret of its environment, also when it fails."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from everyday import one_in
-from run_helpers import ROOT, command_line
+from forked_job import ForkedJob
+from run_helpers import command_line
 
 SECRETS = {
     name: f"planted-secret-{number}"
@@ -16,17 +16,19 @@ SECRETS = {
         " GOOGLE_API_KEY AZURE_STORAGE_KEY GITHUB_TOKEN DATABASE_PASSWORD SLURM_JWT".split()
     )
 }
-START = """
-import sys
 
-def refuse(event, arguments):
+
+def refuse(event: str, arguments: object) -> None:
     if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
         raise PermissionError(f"{event} {arguments}")
 
-sys.addaudithook(refuse)
-import pretrain
-sys.exit(pretrain.main())
-"""
+
+def plant(_: int) -> None:
+    """Start without a launcher, with secrets, where no connection is possible."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ |= SECRETS
+    sys.addaudithook(refuse)
 
 
 @pytest.mark.parametrize(
@@ -35,16 +37,15 @@ sys.exit(pretrain.main())
 def test_a_run_connects_to_nothing_and_keeps_secrets(
     tmp_path: Path, changed: dict[str, str | None], exit_code: int
 ) -> None:
+    save = tmp_path / "run"
     flags: dict[str, str | None] = {
-        "--save": str(tmp_path), "--tensorboard-dir": str(tmp_path / "curves"), "--print-config": "full",
+        "--save": str(save), "--tensorboard-dir": str(save / "curves"), "--print-config": "full",
     }  # fmt: skip
-    ended = subprocess.run(
-        [sys.executable, "-c", START, *command_line({**flags, **changed})], cwd=ROOT, env=os.environ | SECRETS,
-        check=False, capture_output=True, timeout=120,
-    )  # fmt: skip
-    assert ended.returncode == exit_code, ended.stderr.decode()
+    job = ForkedJob(command_line({**flags, **changed}), 1, tmp_path, plant)
+    job.wait()
+    assert job.exit_codes == {0: exit_code}, job.output(0)
+    assert job.output(0)
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert len(written) > 3
-    written |= {Path("stdout"): ended.stdout, Path("stderr"): ended.stderr}
+    assert sum(save in path.parents for path in written) > 3
     for path, content in written.items():
         assert not [name for name, secret in SECRETS.items() if secret.encode() in content], path

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from everyday import only
 
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.subjects.model_spec import describe_model
@@ -39,8 +40,11 @@ ORIGINALS = {  # GPUs, and the parameters of the checkpoint on Hugging Face, or 
     "nemotron_3_nano_30b_a3b": (256, 31_577_937_344),
 }
 
-LARGE = ("qwen3_235b_a22b", "deepseek_v3")
-"""12,000 experts and more: seconds."""
+EVERYDAY = (
+    *("gpt2_124m", "llama3_8b", "deepseek_v2_lite", "gpt_oss_20b", "olmo2_7b", "llava15_7b", "qwen3_0_6b"),
+    "nemotron_h_8b",
+)
+"""A small model of each family: thousands of experts take seconds."""
 
 
 def plan_of(name: str) -> Plan:
@@ -58,9 +62,7 @@ def test_every_file_is_listed() -> None:
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(ORIGINALS)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in LARGE else name for name in ORIGINALS]
-)
+@pytest.mark.parametrize("name", only(EVERYDAY, ORIGINALS))
 def test_a_model_has_as_many_parameters_as_the_original(name: str) -> None:
     config = plan_of(name).config
     assert config.tokenizer.vocab_size is not None

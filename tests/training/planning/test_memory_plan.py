@@ -81,7 +81,7 @@ MADE = [
 ]
 
 
-@pytest.mark.parametrize("words", one_in(3, MADE))
+@pytest.mark.parametrize("words", one_in(7, MADE))
 def test_a_meta_step_allocates_the_storages_of_a_real_one(words: str) -> None:
     layout = Layout.of(words)
     plan, grid = tiny_plan(layout, 1), build_grid(GridShape(), 0)
@@ -139,9 +139,7 @@ OVER_RANKS = [
     "pp4 zbh1 batch8 offloadlayers",
 ]
 EVERYDAY = {
-    "tp2 sp tpoverlap",
     "tp2 sp dp2 pp2 zero1 gpt2",
-    "tp2 sp cp2 heads gpt2",
     "pp4 mtpalone mtp2",
     "tp2 sp dp2 zero3 fp8tensorwise",
     "dp2 zero3 overlap mixtral ep2 batch12 moeoverlap",
@@ -280,13 +278,13 @@ def test_interpolated_stages_equal_recorded_ones(*, is_few: bool) -> None:
         parse(
             command_line({
                 "--num-layers": "6", "--pipeline-model-parallel-size": "6", "--micro-batch-size": "1",
-                "--global-batch-size": "8" if is_few else "20", "--dry-run": "",
+                "--global-batch-size": "8" if is_few else "14", "--dry-run": "",
             })
         ),
         LaunchEnvironment(),
     ).plan  # fmt: skip
     count = plan.derived.num_microbatches
-    assert count == (8 if is_few else 20)
+    assert count == (8 if is_few else 14)
     shape = GridShape(pp=6)
     engines = [Engine(plan, build_grid(shape, stage), META) for stage in range(6)]
     flights = simulate([one_forward_one_backward(rank, 6, count) for rank in range(6)]).peak_activations
@@ -298,7 +296,7 @@ def test_interpolated_stages_equal_recorded_ones(*, is_few: bool) -> None:
     assert whole[5].total - found[5].total == (count - num_recorded) * 2 * 4
 
 
-@pytest.mark.parametrize(("count", "group"), [(12, 2), (13, 2), (17, 4)])
+@pytest.mark.parametrize(("count", "group"), one_in(3, [(13, 2), (12, 2), (17, 4)]))
 def test_three_groups_of_interleaved_micro_batches_have_the_memory_of_all(count: int, group: int) -> None:
     plan = examine(
         parse(
