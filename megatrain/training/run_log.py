@@ -115,8 +115,8 @@ class RunLog:
             raise self.failure
         folder = Path(save) if save is not None else None
         for tracker in trackers_of(logging, folder, plan.config.to_dict()):
-            curves = TrackerCurves(tracker, save_folder=folder, warn=self._ranks.console.print)
-            self._curves.append(curves)
+            warn = self._ranks.console.print
+            self._curves.append(TrackerCurves(tracker, save_folder=folder, warn=warn))
 
     def speed_note(self) -> str:
         """Return the line that says, once at start, how the speeds in the log are computed."""

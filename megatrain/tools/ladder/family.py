@@ -59,7 +59,7 @@ _FEW_ITERATIONS: Final = 100
 
 @dataclass(frozen=True)
 class LadderSpec:
-    """What `megatrain ladder write` is asked for. None: a default that depends on the target."""
+    """Options of `megatrain ladder write`. None: a default that depends on the target."""
 
     folder: Path
     widths: tuple[int, ...] | None

@@ -21,7 +21,7 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 MIN_RUNS: Final = 6
 """The law has five numbers."""
 MIN_LEVELS: Final = 3
-"""Fewest different sizes, and token counts: two cannot tell an exponent from a constant."""
+"""Fewest different sizes, and token counts: two fit any exponent."""
 NUM_SAMPLES: Final = 500
 _DELTA: Final = 1e-3
 """Residual from which the Huber loss is linear."""
@@ -58,9 +58,7 @@ class Law:
 
     def predict(self, parameters: float, tokens: float) -> tuple[float, float, float]:
         """Return the loss, and the limits of its 90 % interval over resampled points."""
-        found = self.losses(parameters, tokens)
-        low, high = np.quantile(found[1:], (0.05, 0.95))
-        return float(found[0]), float(low), float(high)
+        return _with_limits(self.losses(parameters, tokens))
 
     @property
     def coefficients(self) -> dict[str, tuple[float, float, float]]:
@@ -71,10 +69,7 @@ class Law:
                 "E": np.exp(log_e), "A": np.exp(log_a + a * self.center[0]), "B": np.exp(log_b + b * self.center[1]),
                 "a": a, "b": b,
             }  # fmt: skip
-        limits = {name: np.quantile(value[1:], (0.05, 0.95)) for name, value in values.items()}
-        return {
-            name: (float(value[0]), *(float(one) for one in limits[name])) for name, value in values.items()
-        }
+        return {name: _with_limits(value) for name, value in values.items()}
 
     def best_size(self, flops: float) -> tuple[float, float]:
         """Return the parameters and the tokens of the least loss for 6 N D FLOPs (eq. 4 of the paper)."""
@@ -82,6 +77,12 @@ class Law:
         (n0, d0), product = self.center, np.log(flops / 6)
         log_n = (np.log(a / b) + log_a + a * n0 - log_b + b * (product - d0)) / (a + b)
         return float(np.exp(log_n)), float(np.exp(product - log_n))
+
+
+def _with_limits(values: Floats) -> tuple[float, float, float]:
+    """Return the value of the first fit, and the limits of the 90 % interval of the others."""
+    low, high = np.quantile(values[1:], (0.05, 0.95))
+    return float(values[0]), float(low), float(high)
 
 
 def fit(points: Sequence[Point], *, seed: int = 0, num_samples: int = NUM_SAMPLES) -> Law:

@@ -34,7 +34,7 @@ class LadderRun:
     data: RunData
     parameters: int
     identity: dict[str, Any]
-    """What must be equal in all runs, by name."""
+    """Values that must be equal in all runs, by name."""
 
     @property
     def tokens(self) -> int:
@@ -84,7 +84,7 @@ def _run_of(data: RunData) -> LadderRun:
         raise InputError(error.problems[0].text, fix=f"name other runs than {folder}") from error
     if manifest is None:
         raise InputError(
-            f"{folder} has no checkpoint, which tells the number of parameters",
+            f"{folder} has no checkpoint, from which the parameters are counted",
             fix="let the run end with --save, or name other runs",
         )
     datasets = manifest.state.get("datasets", ())

@@ -10,7 +10,6 @@ MLFLOW_TRACKING_TOKEN, COMET_API_KEY ...).
 
 from __future__ import annotations
 
-import os
 import queue
 import re
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
 
 from megatrain.config import LoggingConfig
+from megatrain.config.environment import without_secrets
 from megatrain.storage.files import read_regular, replace_file
 
 _MAX_WAITING_POINTS = 10_000
@@ -27,7 +27,6 @@ _MAX_WAITING_POINTS = 10_000
 _THREAD: Final = "tracker"
 _MLFLOW_MAX_CHARACTERS, _MLFLOW_MAX_PARAMETERS = 500, 100
 """Most characters of a parameter, and most parameters of a request."""
-_SHORTEST_SECRET: Final = 6
 
 
 class Tracker(Protocol):
@@ -261,14 +260,6 @@ class TrackerCurves:
             self._warn(
                 f"> warning: {self._tracker.name} is disabled for the rest of the run: {without_secrets(self._problem)}"
             )
-
-
-def without_secrets(text: str) -> str:
-    """Return an error of a tracker without keys of the environment and passwords of URLs, which it may quote."""
-    for name, value in os.environ.items():
-        if re.search("KEY|TOKEN|PASSWORD|SECRET", name, re.IGNORECASE) and len(value) >= _SHORTEST_SECRET:
-            text = text.replace(value, f"<{name}>")
-    return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 def is_tracker_hanging() -> bool:

@@ -149,7 +149,7 @@ CASES = [
     ("--cp-comm-type a2a", "", ("--cp-comm-type a2a", "--context-parallel-size 1")),
     ("--hierarchical-context-parallel-sizes 2 2", "",
      ("--hierarchical-context-parallel-sizes 2 2", "without --cp-comm-type a2a+p2p")),
-    ("--log-memory-to-tensorboard", "", ("--log-memory-to-tensorboard", "--tensorboard-dir or --wandb-project or --mlflow-experiment or --comet-project")),
+    ("--log-memory-to-tensorboard", "", ("--log-memory-to-tensorboard", "--tensorboard-dir, --wandb-project, --mlflow-experiment or --comet-project")),
     ("--mlflow-run-name n --comet-workspace w --comet-experiment-name x", "",
      ("--mlflow-run-name n has no effect", "without --mlflow-experiment")),
     ("--wandb-entity e --wandb-exp-name x", "", ("--wandb-exp-name x, --wandb-entity e have", "--wandb-project")),

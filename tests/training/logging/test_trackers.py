@@ -12,7 +12,7 @@ import pytest
 from run_helpers import ROOT, command_line
 
 import pretrain
-from megatrain.training.logging.trackers import without_secrets
+from megatrain.config.environment import without_secrets
 
 KEYS = {"COMET_API_KEY": "a-comet-secret", "MLFLOW_TRACKING_PASSWORD": "an-mlflow-secret"}
 
