@@ -115,15 +115,12 @@ class RotaryEmbedding(nn.Module):
     """RoPE over the first channels of each head; other channels pass unchanged.
 
     Args:
-        positions: positions of this rank's rows.
+        positions, positions_of: positions of this rank's rows, and of another number of rows (None: the first of them).
         dtype: dtype of the tables.
-        positions_of: returns the positions of another number of rows; None: they are the first ones.
     """
 
-    def __init__(
-        self, spec: RotarySpec, head_dim: int, positions: Tensor, dtype: torch.dtype,
-        positions_of: Callable[[int], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, spec: RotarySpec, head_dim: int, positions: Tensor, dtype: torch.dtype,
+                 positions_of: Callable[[int], Tensor] | None = None) -> None:  # fmt: skip
         super().__init__()
         self.tables = cos_sin_tables(spec, head_dim, positions, dtype=dtype)
         self.is_interleaved = spec.is_interleaved
