@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -96,6 +97,8 @@ def test_prometheus_gets_the_numbers_of_each_run(tmp_path: Path) -> None:
     ):
         assert line in text.splitlines()
     assert "megatrain_mfu{" not in text  # not known
+    documented = set(re.findall(r"`(megatrain_\w+)`", Path("docs/watching.md").read_text()))
+    assert documented == set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
     server = serve("127.0.0.1", 0, lambda: [run])
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:

@@ -87,8 +87,8 @@ def split_fractions(split: str) -> tuple[float, float, float]:
 
 
 def split_problems(split: str) -> Sequence[Problem]:
-    """Return what is wrong with a split string. Separators other than spaces, commas, semicolons and slashes are mistakes."""
-    words = [word for word in re.split(r"[\s,;/]+", split.strip()) if word]
+    """Return what is wrong with a split string. Separators other than spaces, commas, semicolons, slashes and quotes are mistakes."""
+    words = [word for word in re.split(r"[\s,;/'\"]+", split.strip()) if word]
     if not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", word) for word in words):
         return [
             Problem(

@@ -25,6 +25,7 @@ from megatrain.config.model_spec.relative_positions import RelativePositionSpec
 from megatrain.config.model_spec.stack import Stack
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.tree import flag_of
 
 BERT_SPECIAL_TOKENS = 3
 """Tokens of a sample of BERT that are no text, at most."""
@@ -48,9 +49,17 @@ def settings_of_pattern(known: Callable[[str], Any]) -> tuple[dict[str, Any], li
     if known("model.model_family") != "hybrid":
         return {}, []
     text, num_layers = known("model.hybrid_layer_pattern"), known("model.num_layers")
-    shares = [known(f"model.hybrid_{part}_ratio") or 0.0 for part in ("attention", "mlp")]
-    if text is None and num_layers is not None and sum(shares) <= 1:
-        text = pattern_of_shares(num_layers, *shares)
+    shares = {
+        f"model.hybrid_{part}_ratio": known(f"model.hybrid_{part}_ratio") or 0.0
+        for part in ("attention", "mlp")
+    }
+    notes = [
+        f"{flag_of(path)} {share} has no effect with --hybrid-layer-pattern"
+        for path, share in shares.items()
+        if text is not None and share
+    ]
+    if text is None and num_layers is not None and sum(shares.values()) <= 1:
+        text = pattern_of_shares(num_layers, *shares.values())
     pattern = known_pattern(text)
     if pattern is None or not pattern.layers:
         return {}, []
@@ -60,11 +69,11 @@ def settings_of_pattern(known: Callable[[str], Any]) -> tuple[dict[str, Any], li
     if pattern.counts["+"]:
         settings["model.multi_latent_attention"] = True
     settings = {path: value for path, value in settings.items() if known(path) != value}
-    if num_layers in (None, len(pattern.layers)):
-        return settings, []
-    return settings, [
-        f"--num-layers {num_layers} has no effect: --hybrid-layer-pattern has {len(pattern.layers)} layers"
-    ]
+    if num_layers not in (None, len(pattern.layers)):
+        notes.append(
+            f"--num-layers {num_layers} has no effect: --hybrid-layer-pattern has {len(pattern.layers)} layers"
+        )
+    return settings, notes
 
 
 def stacks_of(model: ModelConfig, layers: Sequence[LayerSpec]) -> tuple[Stack, ...]:

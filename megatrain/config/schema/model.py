@@ -36,7 +36,6 @@ _MUP = on("model.use_mup")
 _T5 = one_of("model.model_family", "t5")
 _TWO_DEPTHS = one_of("model.model_family", "t5", "vlm")
 _HYBRID = one_of("model.model_family", "hybrid")
-_SHARES = (_HYBRID, off("model.hybrid_layer_pattern"))
 _RELATIVE = one_of("model.position_embedding_type", "relative")
 
 NOT_IN_MEGATRON: Final = (
@@ -60,9 +59,9 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Transformer layers of the model. T5 has as many in the encoder as in the decoder, a hybrid those of --hybrid-layer-pattern."""
     hybrid_layer_pattern: str | None = setting(None, adapts=has_same_layers, needs=_HYBRID)
     """Layers of a hybrid, a letter each: M Mamba-2, G gated delta net, * attention, + multi-latent attention, - MLP, E experts. `|` ends a pipeline stage, and / precedes the layers of a depth of multi-token prediction."""
-    hybrid_attention_ratio: float = setting(0.0, at_least=0, at_most=1, on_resume=SILENT, needs=_SHARES)
+    hybrid_attention_ratio: float = setting(0.0, at_least=0, at_most=1, on_resume=SILENT, needs=_HYBRID)
     """Fraction of the --num-layers layers of a hybrid without --hybrid-layer-pattern that are attention; older form of the pattern."""
-    hybrid_mlp_ratio: float = setting(0.0, at_least=0, at_most=1, on_resume=SILENT, needs=_SHARES)
+    hybrid_mlp_ratio: float = setting(0.0, at_least=0, at_most=1, on_resume=SILENT, needs=_HYBRID)
     """Fraction that are MLPs, likewise; the others are Mamba-2."""
     mamba_num_heads: int | None = setting(None, at_least=1, needs=_HYBRID)
     """Mamba-2: heads. none: 2 * hidden size / --mamba-head-dim."""

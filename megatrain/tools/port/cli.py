@@ -16,21 +16,25 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config import InputError, Plan, Problem
+from megatrain.config.cli.command_line import target
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
 from megatrain.config.plan_note import GRADES, by_grade
 from megatrain.tools.port.evaluate import Evaluation, evaluate
 from megatrain.tools.port.launch import (
+    DEFAULT_TOKENIZERS,
     FAMILIES,
     Launch,
+    batch_options,
     find_launch,
     slurm_numbers,
     slurm_options,
     world_size,
 )
-from megatrain.tools.port.surroundings import exported, other_commands, slurm_line
+from megatrain.tools.port.surroundings import exported, inner_exports, other_commands, slurm_line
 from megatrain.tools.port.translate import PortedFlag, Translation, check, from_script, from_yaml, translate
-from megatrain.tools.port.words import Part, Word, printable, quoted
+from megatrain.tools.port.variables import passes_arguments
+from megatrain.tools.port.words import Part, Word, plain, printable, quoted
 from megatrain.tools.subcommands import add_command
 
 _PROGRAMS: Final = ("pretrain.py", *FAMILIES)
@@ -104,31 +108,38 @@ def _read_script(file: str, given: Mapping[str, str]) -> Source:
     slurm = slurm_options(_file_text(file))
     found = evaluate(file, given, slurm_numbers(slurm))
     launch, others = find_launch(found)
+    if launch and launch.batch:  # its arithmetic needs the numbers of the job that it submits
+        slurm = batch_options(launch, file)
+        found = evaluate(file, given, slurm_numbers(slurm))
+        launch, others = find_launch(found)
     if launch is None:
         ends = f"; {found.exit}" if found.exit else ""
         needs = "".join(f"\n  {line}" for line in (*found.uncertain, *found.not_read))
         raise InputError(
             f"{file}: no command runs a pretrain_*.py{ends}{needs}",
-            fix=f"name the script with the line that launches {_of_programs()}, a .yaml file, or values that the script needs (NAME=VALUE)",
+            fix=f"name the script with the line that launches {_of_programs()}, a .yaml file, or values that the script needs: NAME=VALUE, or 1=VALUE for its first argument",
         )
     exports, kept, not_needed = exported(launch)
-    environment, other = other_commands(found)
+    used = " ".join([*exports, *kept, *(part.text for part in _open_parts(_words(launch)))])
+    environment, other = other_commands(found, used)
+    flags = from_script(launch.arguments)
+    added = [*_family(launch.program), *_tokenizer(launch.program, flags)]
     return Source(
         file,
-        [*_family(launch.program), *from_script(launch.arguments)],
+        [*added, *flags],
         exports,
         " ".join(map(quoted, launch.wrapper)),
         " ".join(map(quoted, launch.launcher)),
         world_size(launch, slurm),
         {
-            "changed": list(_changed_program(launch.program)),
+            "changed": list(_changed_program(launch.program, added)),
             "kept": [*kept, *environment],
-            "left out": [*others, *found.not_read, *not_needed, *other],
-            "assumed": found.assumed,
+            "left out": [*others, *dict.fromkeys(found.not_read), *not_needed, *other],
+            "assumed": list(dict.fromkeys(found.assumed)),
             "not certain": list(dict.fromkeys(found.uncertain)),
             "open": list(_open_variables(found, launch)),
         },
-        list(_program_problems(launch)),
+        [*_program_problems(launch), *_lost_flags(found)],
         launch,
         slurm,
     )
@@ -141,10 +152,17 @@ def _family(program: str) -> Iterator[PortedFlag]:
         yield PortedFlag(FlagWords("--model-family", (family,)), ((Part(family),),))
 
 
-def _changed_program(program: str) -> Iterator[str]:
-    family = "".join(f" {flag.line}" for flag in _family(program))
+def _tokenizer(program: str, flags: Sequence[PortedFlag]) -> Iterator[PortedFlag]:
+    """Yield the type of the tokenizer whose files a script names without a type: the program's default."""
+    kind = DEFAULT_TOKENIZERS.get(FAMILIES.get(program.rpartition("/")[2], ""))
+    given = {target(flag.flag) for flag in flags if flag.flag}
+    if kind and "tokenizer.vocab_file" in given and "tokenizer.tokenizer_type" not in given:
+        yield PortedFlag(FlagWords("--tokenizer-type", (kind,)), ((Part(kind),),))
+
+
+def _changed_program(program: str, added: Sequence[PortedFlag]) -> Iterator[str]:
     if program != "pretrain.py":
-        yield f"{program} -> pretrain.py{family}"
+        yield f"{program} -> {' '.join(['pretrain.py', *(flag.line for flag in added)])}"
 
 
 def _of_programs() -> str:
@@ -154,7 +172,11 @@ def _of_programs() -> str:
 
 def _open_variables(found: Evaluation, launch: Launch) -> Iterator[str]:
     """Yield each part of the command that stays as shell text, and why."""
-    for part in _open_parts((*launch.exports.values(), *launch.wrapper, *launch.launcher, *launch.arguments)):
+    if passes_arguments(found.text) and not any(
+        part.name.isdigit() for part in _open_parts(launch.arguments)
+    ):
+        yield f'"$@": the arguments of {found.file}: add them to the flags, or give them as 1=VALUE'
+    for part in _open_parts(_words(launch)):
         text, variable = part.text.removeprefix("\\"), found.variables.get(part.name)
         if text.startswith("$("):
             yield f"{text}: no command of the script runs" + (
@@ -164,8 +186,16 @@ def _open_variables(found: Evaluation, launch: Launch) -> Iterator[str]:
             yield f"{text}: given to {found.file} as an argument"
         elif variable and variable.is_of_launcher:
             yield f"{text}: the launcher sets it"
+        elif part.name == "PWD":
+            yield f"{text}: the folder in which the script starts"
         else:
             yield f"{text}: not set in {found.file}"
+
+
+def _words(launch: Launch) -> tuple[Word, ...]:
+    """Return the words that are printed for a launch."""
+    exports = (*launch.exports.values(), *launch.inner_exports.values())
+    return (*exports, *launch.wrapper, *launch.launcher, *launch.arguments)
 
 
 def _open_parts(words: Iterable[Word]) -> list[Part]:
@@ -181,6 +211,16 @@ def _program_problems(launch: Launch) -> Iterator[Problem]:
             f"{launch.place}: {name} trains another model than a GPT, BERT, T5, a hybrid or a vision-language model",
             f"use a script of {_of_programs()}",
         )
+
+
+def _lost_flags(found: Evaluation) -> Iterator[Problem]:
+    """Yield a problem for each command whose name is a flag: the training command ends before it."""
+    for command in found.commands:
+        if plain(command.words[0]).startswith("-"):
+            yield Problem(
+                f"{command.place}: {command.text} is a command of its own, and no flag of the training command",
+                "end each line of the command but the last with a backslash, without a comment or an empty line between",
+            )
 
 
 def _read_yaml(file: str, given: Mapping[str, str]) -> Source:
@@ -221,10 +261,9 @@ def _text(
 ) -> Iterator[str]:
     launcher = source.launcher or _launcher(size)
     yield from source.exports
-    yield _wrapped(
-        source.wrapper,
-        " \\\n  ".join([f"{launcher} pretrain.py", *(flag.line for flag in translation.flags)]),
-    )
+    inner = inner_exports(source.launch) if source.launch else ""
+    flags = (flag.line for flag in translation.flags)
+    yield _wrapped(source.wrapper, " \\\n  ".join([f"{inner}{launcher} pretrain.py", *flags]))
     ranks = "1 rank" if size == 1 else f"{size} ranks"
     sections: dict[str, Sequence[str]] = dict(source.sections)
     if given_size is None and source.world_size is None:

@@ -14,14 +14,14 @@ import select
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from megatrain.config import InputError
 from megatrain.tools.port.sandbox import end_group, start_bash
 from megatrain.tools.port.variables import Assumed, OpenVariable, assumed, open_variables
-from megatrain.tools.port.words import Part, Word, plain, quoted
+from megatrain.tools.port.words import Part, Word, plain, quoted, without_quotes
 
 _SECONDS: Final = 10.0
 _MESSAGE_BYTES: Final = 16 << 20
@@ -34,7 +34,10 @@ _LINES: Final = 10000
 _MESSAGES, _ANSWERS = 101, 102
 _DRIVER: Final = Path(__file__).with_name("record.bash")
 _STAND_IN: Final = re.compile(r"__port_(?:v_(\w+?)|c_(\d+_\d+))__")
-_OF_SHELL: Final = ("PWD", "OLDPWD", "SHLVL", "_")
+_SEPARATORS: Final = ("__port_inner__", "__port_script__")
+_OF_SHELL: Final = ("OLDPWD", "SHLVL", "_")
+_START: Final = "__port_v_PWD__"
+"""The folder in which the script starts."""
 _PROGRAM: Final = re.compile(r"(?:.*/)?pretrain\w*\.py")
 
 
@@ -47,7 +50,11 @@ class Command:
     wrapper: tuple[Word, ...] = ()
     """The words before the text of `sh -c TEXT`, in which the command is; usually empty."""
     exports: Mapping[str, Word] = field(default_factory=dict)
-    """The environment that the script gives it; only of a training command."""
+    """The environment that the script gives it, with `PWD` if it changes the folder; only of a training command."""
+    inner_exports: Mapping[str, Word] = field(default_factory=dict)
+    """Variables that the shell of the wrapper sets itself, on each host."""
+    batch: tuple[Word, ...] = ()
+    """`sbatch` with its options, if it submits the script in which the command is."""
 
     @property
     def text(self) -> str:
@@ -121,11 +128,13 @@ class _Reader:
         self.texts: dict[str, _Output] = {}
         """The output of each command, by its number."""
         self.parts: dict[str, _Message] = {}
+        self.environment: list[str] = []
+        """The environment of the next command."""
         self.answers = -1
         self.errors = b""
 
     def read(self) -> Evaluation:
-        text, known = _script_text(self.found.file) or "", self.found.known
+        text, known = script_text(self.found.file) or "", self.found.known
         # A loop with `shift` reads arguments until there are none.
         names = {} if re.search(r"\bshift\b", text) else open_variables(text, {})
         stand_ins = {name: f"__port_v_{name}__" for name in names if name.isdigit()}
@@ -210,8 +219,8 @@ class _Reader:
             self._answer(words[0], place)
         elif message.kind == "C" and len(words) > 2:
             self._command(place, *words)
-        elif message.kind == "E" and self.found.commands:
-            self._environment(words)
+        elif message.kind == "E":
+            self.environment = words
         elif message.kind == "K" and words:
             self.found.uncertain += self._uncertain(place, words[0], words[1:])
         elif message.kind == "X" and words:
@@ -228,15 +237,21 @@ class _Reader:
         return lines[int(line) - 1] if 0 < int(line or 0) <= len(lines) else ""
 
     def _command(self, place: str, number: str, given: str, *words: str) -> None:
-        at = 0
-        for separator in ("__port_inner__", "__port_script__"):
-            if separator in words:
-                at = max(at, len(words) - words[::-1].index(separator))
-        is_inner = at > 0 and words[at - 1] == "__port_inner__"
-        outer = [self._word(word) for word in words[: max(at - 1, 0)] if not word.startswith("__port_inner")]
-        own = [self._word(word, is_inner=is_inner) for word in words[at:]]
-        wrapper = tuple(outer) if is_inner else ()
-        command = Command(place, tuple(own if is_inner else [*outer, *own]), wrapper)
+        batch, launcher, rest, is_inner = _separated(words)
+        outer = list(map(self._word, launcher))
+        exports, inner_exports = self._environment()
+        if inner_exports and not is_inner:  # a script that another host runs
+            is_inner = True
+            outer += [(Part("bash"),), (Part("-c"),)]
+        own = [self._word(word, is_inner=is_inner) for word in rest]
+        command = Command(
+            place,
+            tuple(own if is_inner else [*outer, *own]),
+            tuple(outer) if is_inner else (),
+            exports,
+            inner_exports,
+            tuple(map(self._word, batch)),
+        )
         given = given.strip()
         before = "" if not given else plain(self._word(given))
         before = (
@@ -246,17 +261,22 @@ class _Reader:
         )
         text = f"{before} | {command.text}" if before else command.text
         assignment = re.search(r"(\w+)=[\"'(\s]*(?:\$\(|`)", self._source_line(place))
-        text = re.sub(r'"(\$\{[^"]*\})"', r"\1", text)  # it may stand in quotes
-        self.texts[number] = _Output(text, assignment[1] if assignment else "")
+        self.texts[number] = _Output(without_quotes(text), assignment[1] if assignment else "")
         self.found.commands.append(command)
 
-    def _environment(self, words: Sequence[str]) -> None:
-        """Add the environment to the last training command."""
-        commands = self.found.commands
-        last = max((n for n, command in enumerate(commands) if command.program_at is not None), default=0)
-        exports = (word.partition("=") for word in words)
-        values = {name: self._word(value) for name, _, value in exports if name not in _OF_SHELL}
-        commands[last] = replace(commands[last], exports=values)
+    def _environment(self) -> tuple[dict[str, Word], dict[str, Word]]:
+        """Return the environment of the next command, and what its inner shell sets."""
+        words, self.environment = self.environment, []
+        at = words.index("__port_inner__") if "__port_inner__" in words else len(words)
+        outer, inner = (
+            {
+                name: self._word(value, is_inner=is_inner)
+                for name, _, value in (word.partition("=") for word in part)
+                if name not in _OF_SHELL and value != _START
+            }
+            for part, is_inner in ((words[:at], False), (words[at + 1 :], True))
+        )
+        return outer, inner
 
     def _word(self, text: str, *, is_inner: bool = False) -> Word:
         """Return a word in which stand-ins for open values are shell text."""
@@ -281,6 +301,9 @@ class _Reader:
     def _uncertain(self, place: str, text: str, names: Sequence[str]) -> Iterator[str]:
         unknown = [name for name in dict.fromkeys(names) if name not in self.numbers]
         needs = [f"${{{name}}}" for name in unknown if name != "__port_file"]
+        if "__port_exit" in unknown:
+            yield f"{place}: `{text}` is passed over: the file before it may be there"
+            return
         if "__port_file" in unknown:
             needs.append("a file, and no file is looked at")
         if needs:
@@ -290,7 +313,7 @@ class _Reader:
         """Send the text of a file, and the variables that it reads without having set them."""
         is_script = not self.files
         path = plain(self._word(name)).replace("${PWD}", str(Path.cwd()))
-        text = None if len(self.files) >= _FILES else _script_text(path, Path(self.found.file).parent)
+        text = None if len(self.files) >= _FILES else script_text(path, Path(self.found.file).parent)
         if text is None or text.count("\n") >= _LINES:
             self.found.not_read.append(f"{place}: {path}: no script that can be read: left out")
             return self._send("-", "")
@@ -305,6 +328,7 @@ class _Reader:
             self.found.text = text
         else:  # the file is evaluated in a function, in which declared variables are local
             text = re.sub(r"^([ \t]*(?:declare|typeset))\b", r"\1 -g", text, flags=re.MULTILINE)
+        text = re.sub(r"\$\(<(?!<)[ \t]*", "$(cat ", text)  # bash reads such a file itself
         text = re.sub(
             r"\$\{?BASH_SOURCE(\[0\]\}?|\b\}?)", "$0" if is_script else path.replace("\\", ""), text
         )
@@ -334,11 +358,23 @@ class _Reader:
         )
 
 
+def _separated(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str], Sequence[str], bool]:
+    """Return the words of `sbatch`, of the launcher and of a command, and whether it is in the text of a shell."""
+    batch: Sequence[str] = ()
+    if words[0] == "sbatch" and "__port_script__" in words:
+        first = words.index("__port_script__")
+        batch, words = words[:first], words[first + 1 :]
+    separators = [number for number, word in enumerate(words) if word in _SEPARATORS]
+    at = separators[-1] + 1 if separators else 0
+    launcher = [word for word in words[:at] if word not in _SEPARATORS]
+    return batch, launcher, words[at:], at > 0 and words[at - 1] == "__port_inner__"
+
+
 def _driver_lines() -> int:
     return _DRIVER.read_text(encoding="utf-8").count("\n")
 
 
-def _script_text(path: str, folder: Path | None = None) -> str | None:
+def script_text(path: str, folder: Path | None = None) -> str | None:
     """Return the text of a script of at most 1 MiB; None: there is none."""
     for place in (Path(path), *([folder / path] if folder else [])):
         with contextlib.suppress(OSError, UnicodeDecodeError, ValueError):

@@ -1,12 +1,12 @@
 """The training command of a launch script: launcher, program, flags, and the number of ranks."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megatrain.tools.port.evaluate import Evaluation
+from megatrain.tools.port.evaluate import Evaluation, script_text
 from megatrain.tools.port.words import Word, plain
 
 FAMILIES: Final = {
@@ -18,6 +18,13 @@ FAMILIES: Final = {
     "pretrain_mamba.py": "hybrid",
 }
 """`--model-family` of Megatron-LM's programs; `scripts/megatron` has programs of these names."""
+DEFAULT_TOKENIZERS: Final = {
+    "gpt": "GPT2BPETokenizer",
+    "hybrid": "GPT2BPETokenizer",
+    "bert": "BertWordPieceLowerCase",
+    "t5": "BertWordPieceLowerCase",
+}
+"""`--tokenizer-type` that Megatron-LM's program of a family has by default."""
 _NOT_LAUNCHERS: Final = frozenset(
     {"cat", "cp", "ls", "grep", "sed", "wc", "chmod", "rm", "mv", "head", "tail"}
 )
@@ -39,6 +46,10 @@ class Launch:
     arguments: tuple[Word, ...]
     """Words after the program."""
     exports: Mapping[str, Word]
+    inner_exports: Mapping[str, Word]
+    """Variables that the text of the wrapper exports."""
+    batch: tuple[Word, ...]
+    """`sbatch` with its options; usually empty."""
 
 
 def find_launch(found: Evaluation) -> tuple[Launch | None, list[str]]:
@@ -52,7 +63,14 @@ def find_launch(found: Evaluation) -> tuple[Launch | None, list[str]]:
         if first is None:
             program, words = plain(command.words[at]), command.words
             first = Launch(
-                command.place, command.wrapper, words[:at], program, words[at + 1 :], command.exports
+                command.place,
+                command.wrapper,
+                words[:at],
+                program,
+                words[at + 1 :],
+                command.exports,
+                command.inner_exports,
+                command.batch,
             )
         elif command.words != (*first.launcher, *command.words[at : at + 1], *first.arguments):
             others.append(f"{command.place}: another training command: left out")
@@ -61,7 +79,17 @@ def find_launch(found: Evaluation) -> tuple[Launch | None, list[str]]:
 
 def slurm_options(text: str) -> dict[str, str]:
     """Return the options of the #SBATCH lines of a script, under their long names."""
-    words = [word for line in _SBATCH.findall(text) for word in line.split()]
+    return _options(word for line in _SBATCH.findall(text) for word in line.split())
+
+
+def batch_options(launch: Launch, file: str) -> dict[str, str]:
+    """Return the options of a job: those of the script, of the script that it submits, and of `sbatch`."""
+    inner = script_text(launch.place.rpartition(":")[0], Path(file).parent) if launch.batch else None
+    text = script_text(file) or ""
+    return slurm_options(text) | slurm_options(inner or "") | _options(map(plain, launch.batch[1:]))
+
+
+def _options(words: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     last = ""
     for word in words:

@@ -2,7 +2,8 @@
 #
 #   descriptor 101: messages `PID KIND LINE`, `PID +part of a word`, `PID =end of a word`, `PID .`, each ended by a zero byte
 #     C ID INPUT WORDS...   a command; its output in the script is the word __port_c_ID__
-#     E NAME=VALUE...       variables that the command before has in its environment
+#     E NAME=VALUE...       variables that the next command has in its environment; after __port_inner__: those that an
+#                           inner shell sets itself
 #     K TEXT NAMES...       a test or computation that reads variables with an open value, or looks for a file
 #     X CODE                the script ends
 #     S FILE                a file that is read; the answer on descriptor 102 is `NAME=NUMBER ...` and its text
@@ -11,6 +12,8 @@
 shopt -u sourcepath
 declare -A __port_given=()
 declare -a __port_wrapper=()
+declare -A __port_outer=()
+__port_of_file=
 declare -i __port_count=0
 readonly GCONV_PATH LOCPATH
 
@@ -29,7 +32,7 @@ __port_send() {
 
 __port_command() { # LINE WORDS...
     local line=${__port_line-$1} input="" name id IFS=$' \t\n'
-    local -a names=()
+    local -a names=() inner=()
     shift
     case ${1##*/} in
         awk | cut | grep | head | jq | paste | rev | sed | sort | tail | tee | tr | uniq | wc | xargs)
@@ -38,19 +41,34 @@ __port_command() { # LINE WORDS...
     esac
     __port_count+=1
     id=${BASHPID}_$__port_count
-    __port_send C "$line" "$id" "$input" ${__port_wrapper[@]+"${__port_wrapper[@]}"} "$@"
     if [[ " $* " == *pretrain*.py* ]]; then
-        for name in $(compgen -e); do
-            names+=("$name=${!name}")
+        for name in $(compgen -e) PWD; do
+            if ((${#__port_outer[@]})) && [[ ${__port_outer[$name]-} != "=${!name}" ]]; then
+                inner+=("$name=${!name}")
+                [[ ! ${__port_outer[$name]-} ]] || names+=("$name${__port_outer[$name]}")
+            else
+                names+=("$name=${!name}")
+            fi
         done
-        __port_send E "$line" "${names[@]}"
+        __port_send E "$line" "${names[@]}" __port_inner__ "${inner[@]}"
     fi
+    __port_send C "$line" "$id" "$input" ${__port_wrapper[@]+"${__port_wrapper[@]}"} "$@"
     printf '%s\n' "__port_c_${id}__"
 }
 
-__port_call() { # LINE WORDS...: the text of `sh -c TEXT` and other scripts are evaluated
+__port_inner() { # LAUNCHER TEXT WORDS...: evaluate the text of an inner shell
+    local name IFS=$' \t\n'
+    case ${1##*/} in
+        bash | sh | zsh | sbatch) ;; # runs where the script runs
+        *) for name in $(compgen -e) PWD; do __port_outer[$name]=${__port_outer[$name]-"=${!name}"}; done ;;
+    esac
+    __script_run "${@:2}"
+}
+
+__port_call() { # LINE WORDS...: the text of `sh -c TEXT`, `sh <<END` and `ssh HOST TEXT` and other scripts are evaluated
     local -i at=2
-    local word next text is_started=
+    local word next text= is_started= is_remote=
+    case ${2##*/} in ssh | pdsh | clush | pssh | tmux | su) is_remote=1 ;; esac
     case ${2##*/} in bash | sh | zsh | srun | sbatch | mpirun | mpiexec | nohup | env | singularity | apptainer) is_started=1 ;; esac
     while ((at <= $#)); do
         word=${!at} next=${@:at+1:1}
@@ -60,8 +78,16 @@ __port_call() { # LINE WORDS...: the text of `sh -c TEXT` and other scripts are 
                     (
                         __port_wrapper+=("${@:2:at}" __port_inner__)
                         __port_line=${__port_line-$1}
-                        text=${@:at+2:1}
-                        __script_run "$text" "${@:at+4}"
+                        __port_inner "$2" "${@:at+2:1}" "${@:at+4}"
+                    )
+                    return 0
+                fi
+                case $(($# - at)),$next in 0,* | *,- | *,-s | 1,-*) IFS= read -r -d '' text || : ;; esac
+                if [[ $text == *[![:space:]]* ]]; then # `bash <<END`
+                    (
+                        __port_wrapper+=("${@:2:at-1}" -c __port_inner__)
+                        __port_line=${__port_line-$1}
+                        __port_inner "$2" "$text"
                     )
                     return 0
                 fi
@@ -70,7 +96,22 @@ __port_call() { # LINE WORDS...: the text of `sh -c TEXT` and other scripts are 
                 if [[ $at == 2 || $is_started ]] && __port_read "$1" "$word"; then
                     (
                         ((at == 2)) || __port_wrapper+=("${@:2:at-2}" __port_script__)
-                        __script_run "$__port_file" "${@:at+1}"
+                        IFS=,
+                        for text in "${@:3:at-2}"; do # `sbatch --export=ALL,A=1`
+                            [[ $text != --export=* ]] || for text in ${text#--export=}; do [[ $text != *=* ]] || export "$text"; done
+                        done
+                        IFS=$' \t\n'
+                        __port_inner "$2" "$__port_file" "${@:at+1}"
+                    )
+                    return 0
+                fi
+                ;;
+            *\ *pretrain*.py*)
+                if [[ $is_remote ]]; then
+                    (
+                        __port_wrapper+=("${@:2:at-2}" __port_inner__)
+                        __port_line=${__port_line-$1}
+                        __port_inner "$2" "$word"
                     )
                     return 0
                 fi
@@ -115,14 +156,15 @@ __port_before() { # COMMAND LINE: before each command of the script
         [[ $name == [a-zA-Z_]* && ${!name-} == *__port_[cv]_* ]] || continue
         [[ $is_test || $text == *"\${$name"?(\[[@*0-9]\])[%#/^,]* || $text == *"\${$name:"[0-9]* ]] && names+=("$name")
     done
-    case $text in '['*\ -[defrsxwL]\ * | test\ *-[defrsxwL]\ *) names+=(__port_file) ;; esac
+    if [[ $is_test ]]; then __port_of_file=; fi
+    case $text in '['*\ -[defrsxwL]\ * | test\ *-[defrsxwL]\ *) names+=(__port_file) __port_of_file=1 ;; esac
     if ((${#names[@]})); then __port_send K "${__port_line-$2}" "$text" "${names[@]}"; fi
     return 0  # of a trap: another status ends a script with `set -e`
 }
 
 __port_define() { # WORD: a command whose name is a path becomes a stand-in
     local words
-    builtin eval "words=($1)" || return
+    builtin eval "words=($1)" 2>&- || return  # a part of a quoted word is no command
     case ${words-} in
         *[!a-zA-Z0-9_./+-]*) ;;
         */*) builtin eval "function $words { __port_call \"\${BASH_LINENO[0]}\" $words \"\$@\"; }" ;;
@@ -136,7 +178,7 @@ for __port_name in awk cut cd date dirname grep head hostname id jq kill ls mkdi
     builtin eval "function $__port_name { __port_call \"\${BASH_LINENO[0]}\" $__port_name \"\$@\"; }"
 done
 cd() {
-    __port_command "${BASH_LINENO[0]}" cd "$@" >&0
+    : "$(__port_command "${BASH_LINENO[0]}" cd "$@")"  # its output is no output of cd
     case ${1-} in "" | -*) ;; .) ;; ..) PWD=${PWD%/*} ;; /* | __port_*) PWD=${1%/} ;; *) PWD+=/${1%/} ;; esac
 }
 pwd() { printf '%s\n' "$PWD"; }
@@ -155,6 +197,11 @@ exec() {
     builtin exit 0
 }
 exit() {
+    if [[ $__port_of_file && ${1-0} != 0 ]]; then # the script would stop for lack of a file, which may be there
+        __port_of_file=
+        __port_send K "${__port_line-${BASH_LINENO[0]}}" "exit $1" __port_exit
+        return 0
+    fi
     __port_send X "${BASH_LINENO[0]}" "${1-0}"
     builtin exit "$@"
 }

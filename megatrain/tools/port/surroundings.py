@@ -7,7 +7,7 @@ from typing import Final
 
 from megatrain.tools.port.evaluate import Evaluation
 from megatrain.tools.port.launch import Launch, gpus_of_node
-from megatrain.tools.port.words import plain, printable, quoted
+from megatrain.tools.port.words import Part, Word, plain, printable, quoted, without_quotes, without_start
 
 _NODE: Final = 8
 """GPUs of a node unless a script names their number."""
@@ -24,11 +24,12 @@ class _Exported:
 
 _EXPORTED: Final = (
     _Exported(r"(TORCH_)?NCCL_\w+|UCX_\w+|FI_\w+|GLOO_\w+|OMPI_\w+", True, "the cluster's network"),
+    _Exported(r"PWD", True, "relative paths start there"),
     _Exported(r"NVTE_\w+", True, "Transformer Engine reads it"),
     _Exported(r"CUDA_DEVICE_MAX_CONNECTIONS", False, "nothing here depends on the number of a GPU's work queues"),
+    _Exported(r"PYTHONPATH|MEGATRON_\w+|TRITON_CACHE_MANAGER", False, "Megatron-LM's modules are not imported"),
     _Exported(r"(PYTORCH|TORCH|CUDA|CUBLAS|TRITON)\w*|OMP_NUM_THREADS", True, "PyTorch and CUDA read it"),
     _Exported(r"(WANDB|MLFLOW|COMET|HF|TRANSFORMERS|TOKENIZERS|TIKTOKEN|HTTPS?|NO)_\w+|https?_proxy", True, "libraries read it"),
-    _Exported(r"PYTHONPATH", False, "Megatron-LM's modules are not imported"),
     _Exported(r"MASTER_\w+|WORLD_SIZE|(NODE_|LOCAL_|GROUP_)?RANK|SLURM_\w+", True, "launchers read it"),
     _Exported(r"(LD_\w+|PATH|\w+_(HOME|PATH|ROOT|PREFIX)|CONDA\w*|VIRTUAL_ENV)", True, "if megatrain runs in this environment"),
 )  # fmt: skip
@@ -42,30 +43,54 @@ _TEMPLATE: Final = {
 """Options that scripts/slurm sets itself, and their purpose."""
 _ENVIRONMENT: Final = frozenset({"module", "ulimit", "umask", "ml", "conda", "spack"})
 _MOST_LINES: Final = 20
+_CONTAINER: Final = {"--container-image": "CONTAINER_IMAGE", "--container-mounts": "CONTAINER_MOUNTS"}
+"""Options of srun, and the variables that scripts/slurm reads for them."""
+
+
+def inner_exports(launch: Launch) -> str:
+    """Return the exports of the wrapper's own text, before its command."""
+    exports = launch.inner_exports.items()
+    return "".join(f"{_set(name, value)}; " for name, value in exports if _known(name).is_kept)
+
+
+def _set(name: str, value: Word) -> str:
+    return f"cd {quoted(value)}" if name == "PWD" else f"export {name}={quoted(value)}"
+
+
+def _known(name: str) -> _Exported:
+    known = (one for one in _EXPORTED if re.fullmatch(one.names, name))
+    return next(known, _Exported("", True, "a program may read it"))
 
 
 def exported(launch: Launch) -> tuple[list[str], list[str], list[str]]:
-    """Return `export` commands to keep, a line on each kept variable, and a line on each that is not needed."""
+    """Return `export` and `cd` commands to keep, a line on each kept variable, and a line on each that is not needed."""
     commands, kept, left_out = [], [], []
-    for name, value in launch.exports.items():
-        text = f"{name}={quoted(value)}"
-        known = next((one for one in _EXPORTED if re.fullmatch(one.names, name)), None)
-        if known is None or known.is_kept:
-            commands.append(f"export {text}")
-            kept.append(f"export {name}: {known.reason if known else 'a program may read it'}")
-        else:
-            left_out.append(f"export {text}: not needed: {known.reason}")
+    for name, value in (*launch.exports.items(), *launch.inner_exports.items()):
+        text, known = _set(name, value), _known(name)
+        if not known.is_kept:
+            left_out.append(f"{text}: not needed: {known.reason}")
+            continue
+        kept.append(f"{text if name == 'PWD' else f'export {name}'}: {known.reason}")
+        if launch.exports.get(name) is value:
+            commands.append(text)
     return commands, kept, left_out
 
 
-def other_commands(found: Evaluation) -> tuple[list[str], list[str]]:
-    """Return lines on commands that set up the environment, and on all others, which are left out."""
+def other_commands(found: Evaluation, used: str) -> tuple[list[str], list[str]]:
+    """Return lines on commands that set up the environment, and on all others, which are left out.
+
+    Args:
+        used: the shell text of the printed command, which may have commands in `$(...)`.
+    """
     environment, others = [], []
     for command in found.commands:
-        if command.program_at is not None:
+        if command.program_at is not None or without_quotes(command.text) in used:
             continue
         text = f"{command.place}: {command.text}"
-        if plain(command.words[0]) in _ENVIRONMENT:
+        name = plain(command.words[0])
+        if name.startswith("-"):
+            continue
+        if name in _ENVIRONMENT:
             environment.append(f"{text}: of the environment: run it before the command")
         else:
             others.append(f"{text}: not part of training")
@@ -94,13 +119,27 @@ def slurm_line(launch: Launch, slurm: Mapping[str, str], size: int, *, is_known:
     kept = {
         name: value for name, value in slurm.items() if name not in {*_TEMPLATE, *options, "--gres", "--gpus"}
     }
-    line = " ".join(f"{name}={value}" if value else name for name, value in {**options, **kept}.items())
-    yield printable(f"sbatch {line} scripts/slurm/{script} FLAGS, with the flags after pretrain.py")
-    for name, value in slurm.items():
-        if name in _TEMPLATE:
+    line = " ".join([*_container(launch), "sbatch", *map(_option, (options | kept).items())])
+    yield printable(f"{line} scripts/slurm/{script} FLAGS, with the flags after pretrain.py")
+    for one in slurm.items():
+        if one[0] in _TEMPLATE:
             yield printable(
-                f"#SBATCH {name}={value}: scripts/slurm/{script} sets what it needs for {_TEMPLATE[name]}"
+                f"#SBATCH {_option(one)}: scripts/slurm/{script} sets what it needs for {_TEMPLATE[one[0]]}"
             )
+
+
+def _option(option: tuple[str, str]) -> str:
+    return "=".join(filter(None, option))
+
+
+def _container(launch: Launch) -> Iterator[str]:
+    """Yield the variables of scripts/slurm for the container of `srun`."""
+    words = (*launch.wrapper, *launch.launcher)
+    for word, following in zip(words, (*words[1:], (Part(""),)), strict=True):
+        name, sign, _ = plain(word).partition("=")
+        if name in _CONTAINER:
+            value = without_start(word, len(name) + 1) if sign else following
+            yield f"{_CONTAINER[name]}={quoted(value)}"
 
 
 def _gpus(slurm: Mapping[str, str]) -> int | None:

@@ -15,7 +15,7 @@ from megatrain.config.megatron.flags import GivenFlag, answer_to, answers
 from megatrain.config.plan_note import PlanNote
 from megatrain.config.request import Given
 from megatrain.config.schema.tree import settings
-from megatrain.tools.port.words import Part, Word, plain, quoted
+from megatrain.tools.port.words import Part, Word, plain, quoted, without_start
 
 H100: Final = Facts(
     device="cuda",
@@ -73,7 +73,7 @@ def from_script(arguments: Sequence[Word]) -> list[PortedFlag]:
         name, sign, _ = text.partition("=")
         last = found[-1] if found else None
         if is_flag(text) and not any(part.is_open for part in word[:1]):
-            words = (_without_start(word, len(name) + 1),) if sign else ()
+            words = (without_start(word, len(name) + 1),) if sign else ()
             found.append(PortedFlag(FlagWords(name, tuple(map(plain, words))), words))
         elif last is None or last.flag is None or (_is_open(word) and not _has_room(last.flag)):
             found.append(PortedFlag(None, (word,)))
@@ -209,13 +209,3 @@ def _is_open(word: Word) -> bool:
 def _has_room(flag: FlagWords) -> bool:
     """Return whether an open word is the value of a flag, and not other flags."""
     return takes(flag) == "several" or (takes(flag) == "one" and not flag.words)
-
-
-def _without_start(word: Word, length: int) -> Word:
-    """Return a word without its first characters."""
-    kept = []
-    for part in word:
-        if length < len(part.text) or not part.text:
-            kept.append(Part(part.text[length:], part.is_open))
-        length = max(0, length - len(part.text))
-    return tuple(kept)

@@ -18,11 +18,12 @@ _USE: Final = re.compile(
     r"(?P<test>-[nz]\s+\"?)?\$(?:(?P<name>\w+)|\{(?P<braced>\w+)(?P<default>:?[-=+](?P<value>[^${}`]*)\})?)"
 )
 _ASSIGNMENT: Final = re.compile(
-    r"(?:^|[\s;&|(])(\w+)\+?=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|\([^)]*\)|[^\s;])*", re.MULTILINE
+    r"(?:\(\([ \t]*|^|[\s;&|(])(\w+)(?:[ \t]+(?==[ \t]+\d))?\+?=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|\([^)]*\)|[^\s;])*",
+    re.MULTILINE,
 )
 _COMMENT: Final = re.compile(r"^[ \t]*#[^\n]*", re.MULTILINE)
 _FUNCTION: Final = re.compile(
-    r"^([ \t]*)(?:function[ \t]+)?[\w-]+[ \t]*\(\)\s*\{(?:[^\n]*\}[ \t]*$|.*?^\1\}[ \t]*$)",
+    r"^([ \t]*)(?:function[ \t]+[\w-]+(?:[ \t]*\(\))?|[\w-]+[ \t]*\(\))\s*\{(?:[^\n]*\}[ \t]*$|.*?^\1\}[ \t]*$)",
     re.MULTILINE | re.DOTALL,
 )
 _OF_BASH: Final = re.compile(
@@ -78,6 +79,11 @@ def open_variables(text: str, known: Mapping[str, str]) -> dict[str, OpenVariabl
         for name, variable in found.items()
         if variable.is_of_launcher or name not in with_default
     }
+
+
+def passes_arguments(text: str) -> bool:
+    """Return whether a script passes all of its arguments on, outside of functions."""
+    return bool(re.search(r"\$[@*]|\$\{[@*]", _FUNCTION.sub("", _COMMENT.sub("", text))))
 
 
 def _name(match: re.Match[str]) -> str:

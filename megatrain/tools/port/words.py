@@ -38,3 +38,18 @@ def quoted(word: Word) -> str:
 def printable(text: str) -> str:
     """Return a text in which control characters are escaped."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def without_start(word: Word, length: int) -> Word:
+    """Return a word without its first characters."""
+    kept = []
+    for part in word:
+        if length < len(part.text) or not part.text:
+            kept.append(Part(part.text[length:], part.is_open))
+        length = max(0, length - len(part.text))
+    return tuple(kept)
+
+
+def without_quotes(text: str) -> str:
+    """Return shell text in which variables have no quotes, so that it can stand in quotes."""
+    return re.sub(r'"(\$\{[^"]*\})"', r"\1", text)

@@ -54,9 +54,8 @@ def comparison(plan: Plan, needed: int, device_bytes: int | None, assumed: str |
         return None
     gpu = "this host's GPU" if assumed is None else f"the {assumed} that --assume-gpu {assumed.lower()} names"
     if needed > device_bytes:
-        return (
-            f"the largest total exceeds the {device_bytes / 1e9:.2f} GB of {gpu}{_larger_gpu(plan, needed)}"
-        )
+        total, limit = needed / 1e9, device_bytes / 1e9
+        return f"the largest total of {total:.2f} GB exceeds the {limit:.2f} GB of {gpu}{_larger_gpu(plan, needed)}"
     share = needed / device_bytes
     tight = f", and takes {share:.0%} of them" if share > _TIGHT else ""
     return f"the largest total fits into the {device_bytes / 1e9:.2f} GB of {gpu}{tight}"

@@ -79,6 +79,25 @@ def test_stages_may_change_and_heads_may_be_dropped_on_resume() -> None:
     assert not has_same_layers("M*", "M-")
 
 
+def test_only_a_given_pattern_overrides_the_shares() -> None:
+    flags = [
+        *FLAGS.split(),
+        "--num-layers",
+        "4",
+        "--hybrid-attention-ratio",
+        "0.25",
+        "--hybrid-mlp-ratio",
+        "0",
+    ]
+    for pattern, words in (
+        ([], []),
+        (["--hybrid-layer-pattern", "M*"], ["--hybrid-attention-ratio 0.25 has", "--num-layers 4 has"]),
+    ):
+        notes = resolve(parse([*flags, *pattern]), Facts(world_size=1)).notes
+        of_shares = [note for note in notes if "--hybrid" in note]
+        assert [note.partition(" no effect")[0] for note in of_shares] == words
+
+
 def test_a_pattern_with_latent_attention_turns_it_on() -> None:
     plan = resolve(parse([*FLAGS.split(), "--hybrid-layer-pattern", "M+-"]), Facts(world_size=1))
     assert plan.config.model.multi_latent_attention

@@ -11,6 +11,7 @@ import pytest
 from megatrain.config import InputError
 from megatrain.tools.port import evaluate as module
 from megatrain.tools.port.evaluate import evaluate
+from megatrain.tools.port.words import quoted
 
 
 @pytest.fixture
@@ -53,6 +54,13 @@ MEANT = {
     "{ run a; } >> log": "run a",
     "eval \"run a 'b c' > log\"": "run a 'b c'",
     "(cd /x/y && run $PWD)": "cd /x/y|run /x/y",
+    "set -e\nsrun bash <<END\nset -e\ncd /x\nrun $((1 + 1))\nEND": "cd /x|run 2",
+    "sh -s <<< 'run a'; bash run.txt": "run a|bash run.txt",
+    "ssh n1 'cd /x; torchrun pretrain_gpt.py'; ssh n1 uptime 'all of it'": "cd /x|torchrun pretrain_gpt.py|ssh n1 uptime 'all of it'",
+    "[ ! -f a ] && { echo none; exit 1; }; [[ -d b ]] || exit 2; run a": "run a",
+    "if [ ! -f a ]; then [ 1 = 1 ] && exit 1; fi; run a": "",
+    "A+=( '--x 1'\n  '--y 2' ); run ${A[@]}": "run --x 1 --y 2",
+    'run $(</x/a) "$(< b)"': 'cat /x/a|cat b|run "$(cat /x/a)" "$(cat b)"',
     "/opt/bin/run a; ./tool b; X=1 $PROGRAM c": "/opt/bin/run a|./tool b|tool c",
     "exec run a": "run a",
     "set -euo pipefail; mkdir -p x; run a | tee log": "mkdir -p x|run a|tee log",
@@ -77,6 +85,7 @@ OPEN = {
     'if [ -z "$GPUS" ]; then GPUS=8; fi; run $GPUS': "run 8",
     "run $TP": "run 4",
     "TP=2; run $TP": "run 4",
+    "srun -w $1 inner.sh": 'srun -w "${1}" inner.sh',
     "srun bash -c 'run $SLURM_PROCID '$1": 'run "\\${SLURM_PROCID}" "${1}"',
 }
 
@@ -103,6 +112,41 @@ def test_a_training_command_has_its_environment_and_wrapper(read):
     assert [word[0].text for word in command.wrapper] == ["srun", "-l", "sh", "-c"]
     assert command.text == "torchrun pretrain_gpt.py --x '1 2'"
     assert {name: value[0].text for name, value in command.exports.items()} == {"A": "1", "B": "${1}"}
+
+
+@pytest.mark.parametrize(
+    "launch", ["srun bash -c '{}'", "srun bash <<'END'\n{}\nEND", "ssh n1 '{}'", "srun $HOSTS inner.sh"]
+)
+def test_what_an_inner_shell_exports_stays_there(read, tmp_path, launch):
+    inner = "cd /work\nexport RANK=$SLURM_PROCID NCCL_DEBUG=$LEVEL\npython pretrain_gpt.py --name $RANK"
+    (tmp_path / "inner.sh").write_text(inner)
+    found = read(f"cd /start\nexport OUTER=1 LEVEL=INFO\n{launch.format(inner)}")
+    command = found.commands[-1]
+    assert {name: quoted(value) for name, value in command.inner_exports.items()} == {
+        "PWD": "/work",
+        "RANK": '"\\${SLURM_PROCID}"',
+        "NCCL_DEBUG": "INFO",
+    }
+    assert {name: quoted(value) for name, value in command.exports.items()} == {
+        "PWD": "/start",
+        "OUTER": "1",
+        "LEVEL": "INFO",
+    }
+    assert ('"${HOSTS}"' in map(quoted, command.wrapper)) == ("HOSTS" in launch)
+    assert command.text == 'python pretrain_gpt.py --name "\\${SLURM_PROCID}"'
+
+
+def test_a_script_that_stops_for_lack_of_a_file_goes_on(read):
+    found = read(
+        "set -e\nif [ ! -f pretrain_gpt.py ]; then\n  echo 'no such \"file'\n  exit 1\nfi\ntorchrun pretrain_gpt.py"
+    )
+    assert texts(found) == ["torchrun pretrain_gpt.py"]
+    assert found.uncertain[-1].endswith("run.sh:4: `exit 1` is passed over: the file before it may be there")
+
+
+def test_a_script_that_ends_before_its_command_is_no_syntax_error(read):
+    found = read('A=( "--x 1"\n "--y 2" )\nexit 3')
+    assert found.exit.endswith("run.sh:3: exit 3")
 
 
 def test_tests_of_what_is_not_known_are_named_with_their_line(read):

@@ -216,6 +216,78 @@ def test_variables_of_an_inner_shell_stay_its_own(port, script):
     assert command.endswith('--vocab-size 99"')
 
 
+def test_a_script_that_submits_another_has_its_options_and_container(port, script):
+    inner = script(
+        "#SBATCH --gpus-per-node=8 --requeue\nmodule load cuda\nsrun --container-image=/i.sqsh --container-mounts $MOUNTS"
+        f" torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 pretrain_gpt.py {SMALL} --save $STAGE"
+        " --global-batch-size $((SLURM_NNODES * 8))",
+        "stage.sbatch",
+    )
+    code, command, sections = port(script(f"sbatch --nodes=8 -J name --export=ALL,STAGE=long {inner.name}"))
+    assert code == 0
+    assert command.startswith("export STAGE=long\nsrun --container-image=/i.sqsh --container-mounts ")
+    assert command.endswith("--save long \\\n  --global-batch-size 64")
+    assert any(title.startswith("It starts on 64 ranks") for title in sections)
+    line, requeue = sections["with Slurm"]
+    assert line.startswith(
+        'CONTAINER_IMAGE=/i.sqsh CONTAINER_MOUNTS="${MOUNTS}" sbatch --nodes=8 --gpus-per-node=8 --job-name=name --export=ALL,STAGE=long'
+    )
+    assert requeue.startswith("#SBATCH --requeue: scripts/slurm/torchrun.sh")
+
+
+def test_the_printed_command_sets_what_an_inner_shell_sets(port, script):
+    _, command, sections = port(
+        script(
+            f"cd /a\nsrun -n 2 bash <<END\nexport RANK=\\$SLURM_PROCID\npython pretrain_gpt.py {SMALL}\nEND"
+        )
+    )
+    assert command.startswith(
+        'cd /a\nsrun -n 2 bash -c "export RANK=\\"\\${SLURM_PROCID}\\"; python pretrain.py \\\n'
+    )
+    assert sections["kept"] == ["cd /a: relative paths start there", "export RANK: launchers read it"]
+    assert "left out" not in sections
+
+
+def test_what_only_megatron_reads_is_not_kept(port, script):
+    manager = "megatron.core.ssm.triton_cache_manager:ParallelFileCacheManager"
+    text = f"export TRITON_CACHE_MANAGER={manager} MEGATRON_LOGGING_LEVEL=20 TRITON_CACHE_DIR=/t\npython pretrain_gpt.py {SMALL}"
+    _, command, sections = port(script(text))
+    assert command.startswith("export TRITON_CACHE_DIR=/t\npython")
+    assert all(line.endswith("Megatron-LM's modules are not imported") for line in sections["left out"])
+
+
+@pytest.mark.parametrize("end", ["\n", " \\\n # a comment\n"])
+def test_flags_after_the_end_of_the_command_are_a_problem(port, script, end):
+    code, _, sections = port(script(f"python pretrain_gpt.py {SMALL}{end} --save x"))
+    assert code == 1
+    assert "run.sh:3: --save x is a command" in sections["It does not start on 1 rank:"][0].replace(
+        "sh:2", "sh:3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "files", "kind"),
+    [
+        ("gpt", "--vocab-file v.json --merge-file m.txt", "GPT2BPETokenizer"),
+        ("bert", "--vocab-file v.txt", "BertWordPieceLowerCase"),
+    ],
+)
+def test_a_program_has_its_default_tokenizer(port, script, family, files, kind):
+    small = SMALL.replace("--tokenizer-type NullTokenizer --vocab-size 99", files)
+    code, command, sections = port(script(f"python pretrain_{family}.py {small} --split '\"99,1,0\"'"))
+    assert code == 0
+    assert f"--tokenizer-type {kind}" in command
+    assert sections["changed"][0].endswith(f"--tokenizer-type {kind}")
+
+
+def test_arguments_that_a_script_passes_on_are_open(port, script):
+    text = f'function f {{ echo "$1"; }}\nfor (( i = 0; i < 2; i++ )); do :; done\npython pretrain_gpt.py {SMALL} --save $(f a) "$@"'
+    _, command, sections = port(script(text))
+    assert command.endswith("--save a")
+    assert sections["open"][0].startswith('"$@": the arguments of ')
+    assert "not certain" not in sections
+
+
 def test_eval_is_replaced_by_its_command(port, script):
     code, command, _ = port(script(f'CMD="python pretrain_gpt.py {SMALL} --save \\$OUT"\neval $CMD'))
     assert code == 0

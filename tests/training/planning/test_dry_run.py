@@ -368,7 +368,10 @@ def test_offloaded_activations_are_in_host_memory() -> None:
 def test_memory_is_compared_with_this_hosts_gpu() -> None:
     found = large()
     for limit, words in (
-        (10**9, "the largest total exceeds the 1.00 GB"),
+        (
+            10**9,
+            f"the largest total of {max(stage.total for stage in found.memory) / 1e9:.2f} GB exceeds the 1.00 GB",
+        ),
         (10**12, "the largest total fits into the 1000.00 GB"),
     ):
         assert words in as_text(dataclasses.replace(found, device_memory_bytes=limit))
