@@ -138,9 +138,10 @@ class RotaryEmbedding(nn.Module):
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the tables of this number of rows."""
-        if self._tables_of is not None and count != len(self.tables[0]):
+        cos, sin = self.tables
+        if self._tables_of is not None and count != len(cos):
             return self._tables_of(count)
-        return self.tables[0][:count], self.tables[1][:count]
+        return (cos, sin) if count == len(cos) else (cos[:count], sin[:count])
 
 
 class Sequential(nn.Module):

@@ -19,11 +19,12 @@ from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mamba import MambaSpec
-from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.mlp import AttentionReplacementSpec, MlpReplacementSpec, MlpSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.user_function import describe_line
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.families.cross_attention import CrossAttention
+from megatrain.model.families.replacement import Replacement
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp
 from megatrain.model.layer_context import LayerContext
@@ -72,4 +73,6 @@ MODULES: Final[Mapping[type[Part], Callable[[Any, LayerContext], nn.Module]]] = 
     MlpSpec: _mlp,
     ExpertsSpec: expert_branch,
     CrossAttentionSpec: CrossAttention,
+    AttentionReplacementSpec: Replacement,
+    MlpReplacementSpec: Replacement,
 }

@@ -4,15 +4,16 @@
                                             master weights <─ all-to-all ─ owner
 
 Matrices are whole under every layout, so that the result equals one process. Ranks orthogonalize different matrices
-concurrently. Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al., arXiv:2502.16982 (scale
-and weight decay).
+concurrently. Adaptive Muon divides the scaled update by the root of its mean square, element by element, on the rank of
+the shard. Sources: Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al., arXiv:2502.16982 (scale and
+weight decay); Si et al., arXiv:2507.11005 (AdaMuon).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,19 @@ from megatrain.parallel.rank_lists import Family
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 
+@dataclass(frozen=True)
+class SecondMoment:
+    """The mean square of updates, by which adaptive Muon divides them, as Megatron-LM does: without a correction of its bias."""
+
+    beta2: float
+    eps: float
+
+    def normalized(self, update: Tensor, moment: Tensor) -> Tensor:
+        """Update the moment in place; return the update divided by its root."""
+        moment.lerp_(update.square(), 1 - self.beta2)
+        return update / (moment.sqrt() + self.eps)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MuonRule:
     """Hyperparameters of Muon."""
@@ -47,6 +61,8 @@ class MuonRule:
     """Dtype of Newton-Schulz and of the communication; fp64 with fp64 weights."""
     has_tf32: bool = False
     """True: fp32 GEMMs on a GPU may use TF32."""
+    second_moment: SecondMoment | None = None
+    """None: Muon; else adaptive Muon."""
 
     def scale(self, shape: tuple[int, int]) -> float:
         """Return the factor on the learning rate for a matrix of this shape."""
@@ -68,10 +84,14 @@ class Muon:
         grid: rank grid; each family has a group of ranks that share its matrices.
     """
 
-    kind = "momentum_buffer"
+    momentum, second_moment = "momentum_buffer", "moment2_buffer"
 
     def __init__(self, rule: MuonRule, shards: Sequence[Shard], grid: RankGrid) -> None:
         self.rule = rule
+        self.kinds: tuple[str, ...] = (self.momentum,)
+        """Names of the state of an element of a matrix, as in checkpoints."""
+        if rule.second_moment is not None:
+            self.kinds += (self.second_moment,)
         families: tuple[Family, ...] = ("dense", "expert") if grid.shape.has_experts else ("dense",)
         self._parts = {
             family: list(local_parts(shards, grid, family, splits_qkv=rule.splits_qkv)) for family in families
@@ -79,12 +99,12 @@ class Muon:
         self.groups = {family: grid.family(family).matrix for family in families}
         self._rounds: list[tuple[RankGroup, Round]] | None = None
 
-    def step(self, shards: Sequence[FlatUpdate], momenta: Sequence[Tensor]) -> None:
+    def step(self, shards: Sequence[FlatUpdate], moments: Mapping[str, Sequence[Tensor]]) -> None:
         """Update the matrices of all shards; called by all ranks. On a GPU the host synchronizes to read `is_finite`.
 
         Args:
             shards: updates of all shards, as for the element-wise rule.
-            momenta: momentum of each shard's matrices, which come first in it.
+            moments: state of each shard's matrices, which come first in it, by kind.
         """
         if shards[0].master.is_meta or not shards[0].is_finite:
             return
@@ -97,18 +117,18 @@ class Muon:
         master_dtype = shards[0].master.dtype
         dtype = master_dtype if master_dtype == torch.float64 else self.rule.dtype
         for group, one in self._rounds:
-            self._run(one, group, shards, momenta, dtype)
+            self._run(one, group, shards, moments, dtype)
 
     def _run(
         self,
         one: Round,
         group: RankGroup,
         shards: Sequence[FlatUpdate],
-        momenta: Sequence[Tensor],
+        moments: Mapping[str, Sequence[Tensor]],
         dtype: torch.dtype,
     ) -> None:
         """Run one round: send momenta to the owners, orthogonalize, and send the updates back."""
-        sent, to_ranks = [], []
+        momenta, sent, to_ranks = moments[self.momentum], [], []
         for parts in one.held_parts:
             values = [(p, self._momentum(p, shards[p.shard], momenta[p.shard])) for p in parts]
             sent += [value.to(dtype) for p, value in values if p.is_sent]
@@ -121,7 +141,8 @@ class Muon:
         updates = all_to_all(_concatenated(outgoing, shards[0].master, dtype), to_ranks, from_ranks, group)
         held = [p for parts in one.held_parts for p in parts]
         for p, value in zip(held, updates.split([p.numel for p in held]), strict=True):
-            self._apply(p, value, shards[p.shard])
+            of_shard = {kind: moments[kind][p.shard] for kind in self.kinds}
+            self._apply(p, value, shards[p.shard], of_shard)
 
     def _momentum(self, part: LocalPart, shard: FlatUpdate, momentum: Tensor) -> Tensor:
         """Update the momentum of a part; return the values to orthogonalize."""
@@ -143,11 +164,17 @@ class Muon:
             whole = orthogonalize(whole, self.rule.coefficients, self.rule.num_steps)
         return [whole[_slices(p.box)].reshape(-1) for parts in one.matrix_parts for p in parts]
 
-    def _apply(self, part: LocalPart, value: Tensor, shard: FlatUpdate) -> None:
+    def _apply(
+        self, part: LocalPart, value: Tensor, shard: FlatUpdate, moments: Mapping[str, Tensor]
+    ) -> None:
+        scale, adaptive = self.rule.scale(part.matrix.shape), self.rule.second_moment
+        if adaptive is not None:
+            scaled = value.to(shard.master.dtype) * scale
+            value, scale = adaptive.normalized(scaled, moments[self.second_moment][part.elements]), 1.0
         master = shard.master[part.elements]
         (hyperparams,) = {one for one in shard.ranges if one.start <= part.elements.start < one.stop}
         master.mul_(1 - hyperparams.lr * hyperparams.weight_decay)
-        master.add_(value, alpha=-hyperparams.lr * self.rule.scale(part.matrix.shape))
+        master.add_(value, alpha=-hyperparams.lr * scale)
         if shard.has_separate_weight:
             shard.weight[part.elements].copy_(master)
 

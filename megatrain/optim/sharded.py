@@ -11,7 +11,7 @@ last buckets may be in host memory, where the CPU updates it (offload.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -105,6 +105,8 @@ class ShardedOptimizer:
         self.step_count = 0
         self.state_copied: torch.cuda.Event | None = None
         """Recorded after copies of the state by another stream; the next update waits for it."""
+        self.after_update: Callable[[int, FlatUpdate], None] | None = None
+        """Called with the number of each shard whose master weights and weights are updated, before they are all-gathered."""
         weights, gradients = self.buffers.weights.shards, self.buffers.gradients.shards
         self.device = weights[0].device
         self.num_on_device = len(weights) - num_offloaded([w.numel() for w in weights], offload_fraction)
@@ -136,7 +138,7 @@ class ShardedOptimizer:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of state per element, by their names in checkpoints; the master weight comes first."""
-        return (WEIGHT, *self.rule.kinds, *(() if self.muon is None else (self.muon.kind,)), *self._averages)
+        return (WEIGHT, *self.rule.kinds, *(() if self.muon is None else self.muon.kinds), *self._averages)
 
     @property
     def _averages(self) -> tuple[str, ...]:
@@ -145,7 +147,7 @@ class ShardedOptimizer:
     def kinds_of(self, layout: ParamLayout) -> tuple[str, ...]:
         """Return the kinds of state of a parameter."""
         if self.muon is not None and layout.group.is_matrix:
-            return (WEIGHT, self.muon.kind, *self._averages)
+            return (WEIGHT, *self.muon.kinds, *self._averages)
         return (WEIGHT, *self.rule.kinds, *self._averages) if layout.is_trained else (WEIGHT,)
 
     def state(self, kind: str) -> list[Tensor]:
@@ -204,7 +206,7 @@ class ShardedOptimizer:
         self.step_count += 1
         shards = self._updates(hyperparams, norm, gradient_scale, is_finite)
         if self.muon is not None:
-            self.muon.step(shards, self.moments[self.muon.kind])
+            self.muon.step(shards, self.moments)
         on_device, offloaded = shards[: self.num_on_device], shards[self.num_on_device :]
         if self.host_updates is not None:
             self.host_updates.begin(offloaded)
@@ -256,6 +258,8 @@ class ShardedOptimizer:
         """Apply the rule to all elements that Muon does not update, and then update the average."""
         moments = {kind: self.moments[kind][number] for kind in self.rule.kinds}
         self.rule.update(shard.from_element(self._muon_sizes[number]), moments, self.step_count)
+        if self.after_update is not None:
+            self.after_update(number, shard)
         if self.ema_decay > 0:
             update_average(shard, self.moments[EMA][number], self.ema_decay, self.step_count)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.optimizer.adamw import AdamwStep, adamw
+from megatrain.kernels.optimizer.lion import lion
 from megatrain.kernels.optimizer.sgd import sgd
 from megatrain.kernels.optimizer.shard_update import FlatUpdate
 
@@ -64,6 +65,20 @@ class SgdRule:
     def update(self, shard: FlatUpdate, moments: Mapping[str, Tensor], step: int) -> None:  # noqa: ARG002 (no step count)
         """See `UpdateRule`."""
         sgd(shard, moments["momentum_buffer"], momentum=self.momentum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionRule:
+    """Steps by the sign of a momentum, with decoupled weight decay."""
+
+    beta1: float
+    beta2: float
+
+    kinds = ("exp_avg",)
+
+    def update(self, shard: FlatUpdate, moments: Mapping[str, Tensor], step: int) -> None:  # noqa: ARG002 (no step count)
+        """See `UpdateRule`."""
+        lion(shard, moments["exp_avg"], beta1=self.beta1, beta2=self.beta2)
 
 
 def update_average(shard: FlatUpdate, average: Tensor, decay: float, step: int) -> None:

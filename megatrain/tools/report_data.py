@@ -37,6 +37,7 @@ CURVES = (
     "max_memory_bytes",
     "params_norm",
     "num_zeros",
+    "max_attention_logit",
     "global_batch_size",
     "loss_scale",
 )

@@ -28,9 +28,10 @@ from megatrain.model.recompute import Recompute
 from megatrain.model.user_loss import UserLoss
 from megatrain.optim.loss_scale import DynamicLossScaler, LossScaler
 from megatrain.optim.lr_schedule import HyperparamSchedules, LrSchedule, WeightDecaySchedule
-from megatrain.optim.muon import Muon, MuonRule
+from megatrain.optim.muon import Muon, MuonRule, SecondMoment
+from megatrain.optim.qk_clip import QkClip
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
+from megatrain.optim.update_rules import AdamwRule, LionRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
 from megatrain.parallel.fp8.weight_gather import Fp8WeightGather
@@ -55,6 +56,7 @@ from megatrain.parallel.pipeline.segments import Segment, SegmentHooks
 from megatrain.parallel.rank_capacity import RankCapacities
 from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.training.distillation.teacher import TeacherFirst, after_teacher, build_distillation
+from megatrain.training.parts.attention_logits import AttentionLogits, attention_specs
 from megatrain.training.parts.fp8_recipes import fp8_recipes
 from megatrain.training.parts.offloaded_modules import OffloadChoice, offload_activations
 from megatrain.training.parts.trial_parts import try_parts
@@ -187,6 +189,22 @@ def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> 
         ema_decay=optimizer.ema_decay,
         offload_fraction=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
     )
+
+
+def build_attention_logits(
+    plan: Plan, model: Model, optimizer: ShardedOptimizer, grid: RankGrid, device: torch.device
+) -> AttentionLogits | None:
+    """Build what measures attention logits and, with --qk-clip, lets the optimizer scale weights by them."""
+    config = plan.config.optimizer
+    if not (config.qk_clip or plan.config.logging.log_max_attention_logit):
+        return None
+    clip = None
+    if config.qk_clip:
+        alpha, threshold = config.qk_clip_alpha, config.qk_clip_threshold
+        specs, shards = attention_specs(model.spec), optimizer.buffers.shards
+        clip = QkClip(specs, shards, alpha=alpha, threshold=threshold)
+        optimizer.after_update = clip.scale
+    return AttentionLogits(model, grid, device, clip)
 
 
 def build_executor(
@@ -359,17 +377,19 @@ def _recompute(plan: Plan) -> Recompute:
 
 
 def _update_rule(plan: Plan) -> UpdateRule:
-    """Return the update rule: SGD, or AdamW, which with Muon updates all but the matrices of layers."""
+    """Return the update rule, which with Muon updates all but the matrices of layers."""
     optimizer = plan.config.optimizer
     if optimizer.optimizer == "sgd":
         return SgdRule(momentum=optimizer.sgd_momentum)
+    if optimizer.of_elements == "lion":
+        return LionRule(beta1=optimizer.lion_beta1, beta2=optimizer.lion_beta2)
     return AdamwRule(beta1=optimizer.adam_beta1, beta2=optimizer.adam_beta2, eps=optimizer.adam_eps)
 
 
 def _muon(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> Muon | None:
-    """Return the Muon update of the layers' matrices, or None without `--optimizer muon`."""
+    """Return the Muon update of the layers' matrices, or None with another optimizer."""
     optimizer = plan.config.optimizer
-    if optimizer.optimizer != "muon":
+    if not optimizer.has_matrices:
         return None
     rule = MuonRule(
         momentum=optimizer.muon_momentum,
@@ -381,6 +401,9 @@ def _muon(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> Muon | None:
         splits_qkv=not optimizer.muon_no_split_qkv,
         dtype=torch.bfloat16 if optimizer.muon_fp32_matmul_prec == "medium" else torch.float32,
         has_tf32=optimizer.muon_fp32_matmul_prec == "high",
+        second_moment=SecondMoment(optimizer.adaptive_muon_beta2, optimizer.adaptive_muon_eps)
+        if optimizer.optimizer == "adaptive_muon"
+        else None,
     )
     return Muon(rule, buffers.shards, grid)
 

@@ -29,6 +29,7 @@ from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.graphed_passes import GraphedPasses
 from megatrain.training.build import (
+    build_attention_logits,
     build_buffers,
     build_data_parallel,
     build_executor,
@@ -71,6 +72,7 @@ class Engine:
         self.spike_limits = (math.inf, math.inf)
         """With --on-spike skip or --rerun-mode, a step whose loss or gradient norm is not below these updates nothing."""
         self.routers = Routers(self.model, grid, device)
+        self.attention_logits = build_attention_logits(plan, self.model, self.optimizer, grid, device)
         self.pipeline = build_pipeline(plan)
         self.executor = build_executor(plan, self.model, self.data_parallel, grid, device, Executor)
         self.news: list[str] = []
@@ -124,6 +126,8 @@ class Engine:
             norm = self.optimizer.gradient_norm() / scale
         num_zeros = num_zero_gradients(self.optimizer) if logging.log_num_zeros_in_grad else None
         may_update = self._may_update(norm, losses.lm_loss)
+        logits = self.attention_logits
+        largest_logit = None if logits is None else logits.finish_passes(may_update)
         if self.model.fp8 is not None:
             self.model.fp8.history.finish_step()
         with self.timers.span("optimizer"):
@@ -136,6 +140,7 @@ class Engine:
             is_updated=may_update,
             num_zeros=num_zeros,
             params_norm=parameter_norm(self.optimizer) if logging.log_params_norm else None,
+            max_attention_logit=largest_logit,
             routers=router_metrics,
             flags=self._maximum_over_ranks(flags()),
         )
@@ -183,6 +188,8 @@ class Engine:
         while (infos := self._compute_gradients(batches, first_sample)) is None:
             self.news.append(MORE_MEMORY)
             self.buffers.gradients.zero()
+            if self.attention_logits is not None:
+                self.attention_logits.forget()
             if restore_history is not None:
                 restore_history()
             if self.compute_times is not None:

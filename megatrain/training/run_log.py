@@ -260,6 +260,7 @@ class RunLog:
             "grad_norm": report.grad_norm,
             "params_norm": report.params_norm,
             "num_zeros": report.num_zeros,
+            "max_attention_logit": report.max_attention_logit,
             "learning_rate": lr,
             "loss_scale": report.loss_scale,
             "iteration_ms": 1000 * seconds,

@@ -33,6 +33,7 @@ class StepMetrics:
     """The step updated weights, bool []."""
     num_zeros: Tensor | None = None
     params_norm: Tensor | None = None
+    max_attention_logit: Tensor | None = None
     routers: RouterMetrics | None = None
     flags: Tensor | None = None
     """Maximum over all ranks of each flag that was passed to the step, [flags]."""
@@ -62,6 +63,8 @@ class StepReport:
     """False: the step updated nothing."""
     params_norm: float | None = None
     """L2 norm of the updated weights, with --log-params-norm."""
+    max_attention_logit: float | None = None
+    """Largest attention logit of the step's passes, with --qk-clip or --log-max-attention-logit."""
     num_zeros: int | None = None
     """Number of gradient elements that are zero, with --log-num-zeros-in-grad."""
     routers: RouterReport | None = None
@@ -84,6 +87,9 @@ class StepReport:
             distillation_losses=() if losses.distillation is None else tuple(losses.distillation.tolist()),
             mtp_losses=() if losses.mtp is None else tuple(losses.mtp.tolist()),
             params_norm=None if metrics.params_norm is None else metrics.params_norm.item(),
+            max_attention_logit=None
+            if metrics.max_attention_logit is None
+            else metrics.max_attention_logit.item(),
             num_zeros=None if metrics.num_zeros is None else int(metrics.num_zeros),
             routers=routers,
             flags=() if metrics.flags is None else tuple(map(int, metrics.flags)),

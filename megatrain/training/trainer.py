@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.config import Request, render_plan, to_yaml
@@ -51,6 +51,9 @@ from megatrain.training.run_log import RunLog
 from megatrain.training.saving import RunSaves, SaveTimes
 from megatrain.training.stopping import StopRequest
 from megatrain.training.training_run import TrainingRun
+
+if TYPE_CHECKING:
+    from megatrain.training.restarts.member import Member
 
 REACHED, FAILED, STOPPED_EARLY = 0, 1, 75
 
@@ -417,9 +420,12 @@ class Trainer:
 def train_run(request: Request, phases: Phases, signals: Signals) -> int:
     """Join the other ranks, resume and train; return the exit code. With --inprocess-restart, again after failures of others."""
 
-    def train(phases: Phases | None, **options: Any) -> int:
+    def train(phases: Phases | None, member: Member | None = None) -> int:
+        options = {} if member is None else {"follow": member.follow}
         with joined_ranks(request, phases, signals=signals, check_memory=check_memory, **options) as ranks:
             trainer = Trainer(ranks)
+            if member is not None:
+                member.bound_launches(trainer.engine.executor)
             trainer.resume()
             return trainer.train()
 
@@ -427,7 +433,7 @@ def train_run(request: Request, phases: Phases, signals: Signals) -> int:
         return train(phases)
     from megatrain.training.restarts.member import run_generations  # noqa: PLC0415 (most runs need none of it)
 
-    return run_generations(request, signals, lambda follow: train(None, follow=follow), join_store)
+    return run_generations(request, signals, lambda member: train(None, member), join_store)
 
 
 def _divides(interval: int | None, iteration: int) -> bool:

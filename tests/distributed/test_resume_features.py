@@ -39,7 +39,9 @@ RUNS = {
     "sgd dp2": (2, "--optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 5"),
     "bf16 moments dp2": (2, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
     "bf16 dp2": (2, "--bf16"),
-    "muon tp2 dp2": (4, "--bf16 --optimizer muon --muon-nesterov --tensor-model-parallel-size 2"),
+    "adaptive muon, lion and clipped logits tp2 dp2": (4, (
+        "--bf16 --optimizer adaptive_muon --muon-nesterov --muon-scalar-optimizer lion --qk-clip --qk-clip-threshold 1e-3"
+        " --tensor-model-parallel-size 2")),
     "fp8 delayed pp2": (2, ("--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
                             " --pipeline-model-parallel-size 2")),
     "fp8 delayed gather dp2": (2, "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-param-gather"),
@@ -113,7 +115,7 @@ def test_stopped_twice_and_resumed_equals_never_stopped(
 
 @pytest.mark.nightly
 def test_muon_resumes_under_another_layout(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
-    name = "muon tp2 dp2"
+    name = "adaptive muon, lion and clipped logits tp2 dp2"
     assert train(pool, name, tmp_path, "--exit-interval", "10") == {75}
     flags = [*RUNS[name][1].split()[:-2], *folder_flags(tmp_path)]
     assert set(pool.run(2, train_here, flags)) == {0}

@@ -6,7 +6,7 @@ import torch
 from megatrain.config.derive.lr_schedule import ParamKind
 from megatrain.kernels.optimizer.newton_schulz import orthogonalize, step_coefficients
 from megatrain.optim.lr_schedule import Hyperparams
-from megatrain.optim.muon import Muon, MuonRule
+from megatrain.optim.muon import Muon, MuonRule, SecondMoment
 from megatrain.optim.muon_matrices import Matrix, assign_matrices
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule
@@ -126,6 +126,29 @@ def test_matrices_follow_torchs_muon_and_the_rest_its_adamw(splits_qkv: bool) ->
             one.step()
         for ours, parameter in zip(found, theirs, strict=True):
             torch.testing.assert_close(ours, parameter.data, rtol=1e-6, atol=1e-6)
+
+
+def test_adaptive_muon_divides_by_the_root_of_the_mean_square() -> None:
+    """The order of Megatron-LM: orthogonalized, scaled by shape, divided by the root of the moment (arXiv:2507.11005)."""
+    numbers = {**vars(TORCH_RULE), "second_moment": SecondMoment(0.9, 1e-8), "dtype": torch.float64}
+    optimizer = optimizer_of(MuonRule(**numbers))
+    assert [kind for kind in optimizer.kinds if "moment" in kind] == ["momentum_buffer", "moment2_buffer"]
+    start = {name: value.double() for name, value in weights(optimizer).items()}
+    steps = drawn(optimizer)
+    take_steps(optimizer, steps)
+    for name in ("fc1", "qkv", "down", "experts"):
+        found = matrices(name, weights(optimizer)[name], splits_qkv=True)
+        for number, one in enumerate(found):
+            expected = matrices(name, start[name], splits_qkv=True)[number]
+            momentum = moment = torch.zeros_like(expected)
+            for gradients in steps:
+                grad = matrices(name, gradients[name].double(), splits_qkv=True)[number]
+                momentum = 0.95 * momentum + 0.05 * grad
+                update = orthogonalize(0.05 * grad + 0.95 * momentum, "simple", 5)
+                update = update * max(1.0, update.shape[0] / update.shape[1]) ** 0.5
+                moment = 0.9 * moment + 0.1 * update.square()
+                expected = expected * (1 - 0.01 * 0.1) - 0.01 * update / (moment.sqrt() + 1e-8)
+            torch.testing.assert_close(one.double(), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_each_kind_of_state_covers_only_its_elements() -> None:

@@ -79,7 +79,7 @@ def test_dualpipe_v_has_the_bubble_and_the_peak_of_its_authors(
     schedule = PipelineSchedule("dualpipe-v", placement)
     actions = [schedule.training(rank, count) for rank in range(ranks)]
     ones = [1.0] * (2 * ranks)
-    result = simulate(actions, StageCosts(ones, ones, ones, combined=combined), placement)
+    result = simulate(actions, StageCosts(ones, ones, ones, combined=[combined] * len(ones)), placement)
     busy = [sum(span.end - span.start for span in spans) for spans in result.spans]
     bubble = (ranks - 1) * (3 * combined + 2 - 3)
     assert all(result.duration - time <= bubble + 1e-9 for time in busy)

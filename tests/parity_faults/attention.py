@@ -1,4 +1,4 @@
-"""Planted faults of sinks and output gates of attention, of linear attention and of parallel branches, each with the layout in which parity must find it."""
+"""Planted faults of sinks, output gates and logits of attention, of linear attention and of parallel branches, each with the layout in which parity must find it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from megatrain.model.implementations.attention import LocalContextAttention
 from megatrain.model.layer import Attention, TransformerLayer
 from megatrain.model.linear_attention import DeltaRule
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context import largest_logits
 from megatrain.parallel.context.head_exchange import HeadExchange, Heads
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.tools.parity.runs.program import Patch
+from megatrain.training.parts import attention_logits
 
 
 def _sinks_of_first_context_rank() -> AbstractContextManager[Any]:
@@ -112,6 +114,16 @@ def _branches_in_sequence() -> AbstractContextManager[Any]:
     return mock.patch.object(ParallelLayer, "forward", TransformerLayer.forward)
 
 
+def _logits_of_one_replica() -> AbstractContextManager[Any]:
+    """Clip by the logits of a rank's own tokens and heads."""
+    return mock.patch.object(attention_logits, "all_reduce", lambda x, *_: x)
+
+
+def _logits_of_own_keys() -> AbstractContextManager[Any]:
+    """Give each context rank its own keys in place of those of whole samples."""
+    return mock.patch.object(largest_logits, "gather_samples", lambda k, cp: torch.cat([k] * cp.size))
+
+
 ATTENTION_FAULTS: dict[str, tuple[Patch, str]] = {
     "sinks of the first context rank's heads": (_sinks_of_first_context_rank, "cp2 heads gpt-oss"),
     "sinks of the next head on a tensor rank": (_sinks_of_next_head, "tp2 gpt-oss"),
@@ -122,5 +134,7 @@ ATTENTION_FAULTS: dict[str, tuple[Patch, str]] = {
     "convolutions over the end of a document": (_convolutions_over_documents, "cp2 documents qwen3-next"),
     "states over the end of a document": (_states_over_documents, "cp2 documents qwen3-next"),
     "parallel branches in sequence": (_branches_in_sequence, "tp2 neox"),
+    "attention logits of one replica": (_logits_of_one_replica, "dp2 qkclip"),
+    "attention logits of a context rank's own keys": (_logits_of_own_keys, "cp2 qkclip"),
 }
 """Context manager and layout of each fault."""

@@ -13,6 +13,7 @@ EXCLUDED = {
     "parallel.account_for_embedding_in_pipeline_split": "one of the ways to give stages uneven numbers of layers",
     "parallel.account_for_loss_in_pipeline_split": "one of the ways to give stages uneven numbers of layers",
     "optimizer.apply_wd_to_qk_layernorm": "enabled in one of the models of parity",
+    "optimizer.muon_scalar_optimizer": "rows have both optimizers; which parameters are matrices does not depend on the layout",
     "optimizer.muon_nesterov": "a row of muon has it",
     "optimizer.muon_no_split_qkv": "a row of muon has it",
     "optimizer.muon_scale_mode": "scales whole matrices",

@@ -17,7 +17,7 @@ from megatrain.training.timers import Timers, across_ranks
 
 VALUES: dict[str, Any] = {
     "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "sop_loss": None, "z_loss": None, "routers": None, "mtp_losses": None, "kd_losses": None,
-    "grad_norm": 1.5, "params_norm": 50.0, "num_zeros": 7, "learning_rate": 1e-3, "loss_scale": 1.0, "iteration_ms": 100.0,
+    "grad_norm": 1.5, "params_norm": 50.0, "num_zeros": 7, "max_attention_logit": 12.5, "learning_rate": 1e-3, "loss_scale": 1.0, "iteration_ms": 100.0,
     "timers": {"optimizer": 4.0}, "tokens_per_second_per_gpu": 1000.0, "tflops_per_gpu": 100.0, "mfu": 0.4, "skipped": 0, "nan": 0,
 }  # fmt: skip
 MEGATRON_LINE = re.compile(
@@ -39,12 +39,17 @@ def test_the_line_is_megatrons_followed_by_speed() -> None:
     found = line(VALUES)
     matched = MEGATRON_LINE.match(found)
     assert matched, found
-    assert found[matched.end() :] == " tokens/s/GPU: 1000 | MFU: 40.0 % |"
+    assert found[matched.end() :] == " tokens/s/GPU: 1000 | MFU: 40.0 % | max attention logit: 12.500 |"
 
 
 def test_columns_without_their_flag_are_left_out() -> None:
-    found = line({**VALUES, "num_zeros": None, "params_norm": None, "mfu": None}, has_throughput=False)
-    assert not any(words in found for words in ("z loss", "zeros", "params", "throughput", "MFU"))
+    found = line(
+        {**VALUES, "num_zeros": None, "params_norm": None, "max_attention_logit": None, "mfu": None},
+        has_throughput=False,
+    )
+    assert not any(
+        words in found for words in ("z loss", "zeros", "params", "throughput", "MFU", "attention")
+    )
 
 
 def test_losses_of_routers_are_averaged_and_stand_behind_the_loss() -> None:
@@ -111,7 +116,7 @@ def test_a_run_on_a_cpu_logs_what_its_flags_enable(
     flags: dict[str, str | None] = {
         "--train-iters": "5", "--log-interval": "2", "--eval-iters": "1", "--log-throughput": "",
         "--log-params-norm": "", "--log-num-zeros-in-grad": "", "--timing-log-level": "2", "--save": str(tmp_path),
-        "--untie-embeddings-and-output-weights": "",
+        "--untie-embeddings-and-output-weights": "", "--log-max-attention-logit": "",
     }  # fmt: skip
     assert pretrain.main(command_line(flags)) == 0
     out = capsys.readouterr().out
@@ -124,6 +129,7 @@ def test_a_run_on_a_cpu_logs_what_its_flags_enable(
     steps = [row for row in rows if "lm_loss" in row]
     means = re.findall(r"lm loss: (\S+) \|", out)
     assert float(means[2]) == pytest.approx((steps[2]["lm_loss"] + steps[3]["lm_loss"]) / 2, rel=1e-6)
+    assert all(step["max_attention_logit"] > 0 for step in steps)
     assert all(step["params_norm"] > 0 and step["num_zeros"] > 0 for step in steps)
     assert set(steps[0]["timers"]) == {
         "forward-backward", "optimizer", "batch-generator", "optimizer-clip-main-grad",

@@ -1,7 +1,7 @@
 """Layers with individual sizes, from a JSON file.
 
     {"block_configs": [{"attention": {"num_query_groups": 4}, "mlp": {"ffn_hidden_size": 512}},
-                       {"attention": {"no_op": true},         "mlp": {"ffn_mult": 2.625}}, ...]}
+                       {"attention": {"no_op": true},         "mlp": {"replace_with_linear": true}}, ...]}
 
 The format is that of Megatron-LM's --heterogeneous-layers-config-path, from the models of NVIDIA's Puzzle
 (arXiv:2411.19146): `ffn` is an alias of `mlp`; `n_heads_in_group` is heads / groups; `ffn_mult` is a width of
@@ -26,6 +26,10 @@ _KEYS: Final = {
     "attention": ("no_op", "replace_with_linear", "num_query_groups", "n_heads_in_group"),
     "mlp": ("no_op", "replace_with_linear", "ffn_hidden_size", "ffn_mult"),
 }
+
+
+LINEAR: Final = -1
+"""In place of a size: the part is a linear layer."""
 
 
 class LayerBlock(NamedTuple):
@@ -90,7 +94,7 @@ def _query_groups(block: Mapping[str, Any], place: str, default: LayerBlock, num
                 f"{where}.n_heads_in_group {heads_in_group} does not divide --num-attention-heads {num_heads}"
             )
         groups = num_heads // heads_in_group
-    return (groups or default.num_query_groups) if _is_there(attention, where, groups) else 0
+    return _size(attention, where, groups, default.num_query_groups)
 
 
 def _mlp_width(block: Mapping[str, Any], place: str, default: LayerBlock, hidden_size: int) -> int:
@@ -101,7 +105,7 @@ def _mlp_width(block: Mapping[str, Any], place: str, default: LayerBlock, hidden
         if isinstance(times, bool) or not isinstance(times, int | float) or times <= 0:
             raise LayersError(f"{where}.ffn_mult {json.dumps(times)} is not a number above 0")
         width = -(-int(2 * times * hidden_size / 3) // 256) * 256
-    return (width or default.ffn_hidden_size) if _is_there(mlp, where, width) else 0
+    return _size(mlp, where, width, default.ffn_hidden_size)
 
 
 def _part(block: Mapping[str, Any], name: str, place: str) -> tuple[Mapping[str, Any], str]:
@@ -117,18 +121,24 @@ def _part(block: Mapping[str, Any], name: str, place: str) -> tuple[Mapping[str,
     where = f"{place}.{given[0]}"
     part: Mapping[str, Any] = block[given[0]]
     _refuse_others(part, _KEYS[name], where)
-    if part.get("replace_with_linear"):
-        raise LayersError(f"{where}.replace_with_linear is not supported")
     return part, where
 
 
-def _is_there(part: Mapping[str, Any], where: str, size: int | None) -> bool:
-    no_op = part.get("no_op", False)
-    if not isinstance(no_op, bool):
-        raise LayersError(f"{where}.no_op {json.dumps(no_op)} is not true or false")
-    if no_op and size is not None:
-        raise LayersError(f"{where} has no_op and a size")
-    return not no_op
+def _size(part: Mapping[str, Any], where: str, size: int | None, default: int) -> int:
+    """Return the size of a part; 0: it is not there, LINEAR: it is a linear layer."""
+    chosen = [key for key in ("no_op", "replace_with_linear") if _is_true(part, key, where)]
+    if len(chosen) + (size is not None) > 1:
+        raise LayersError(f"{where} has {' and '.join([*chosen, 'a size'][:2])}")
+    if chosen:
+        return 0 if chosen == ["no_op"] else LINEAR
+    return size or default
+
+
+def _is_true(part: Mapping[str, Any], key: str, where: str) -> bool:
+    value = False if part.get(key) is None else part[key]
+    if not isinstance(value, bool):
+        raise LayersError(f"{where}.{key} {json.dumps(value)} is not true or false")
+    return value
 
 
 def _whole(part: Mapping[str, Any], key: str, where: str) -> int | None:

@@ -146,6 +146,8 @@ def group_learning_rates(
         scaling = {
             "sgd": "muP: SGD of vectors and tables with lr * ",
             "adam": "muP: Adam of matrices with lr and eps / ",
+            "lion": "muP: Lion of matrices with lr / ",
+            "adaptive_muon": "muP: matrices with lr / ",
             "muon": "muP: Adam of an output layer with lr / ",
         }[optimizer.optimizer]
         reasons.append(f"{scaling}width multiplier {model.mup_width_mult:g}")

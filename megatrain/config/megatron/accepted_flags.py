@@ -114,9 +114,9 @@ ACCEPTED_FLAGS: Final = (
         instead="remove the flag; orthogonalizing blocks of a matrix would be a different optimizer for each layout",
     ),
     accepted(
-        "parameters that are not matrices of a layer are always updated by Adam",
-        "--muon-scalar-optimizer=adam",
-        instead="remove the flag; lion is not supported",
+        "inference and reinforcement learning choose what is recorded and replayed; training, with recomputed layers too, is the"
+        " same without it",
+        "--moe-enable-routing-replay",
     ),
     accepted("it changes how a product is computed, not its result", "--muon-use-syrk"),
     accepted("optimizer shards have the same layout for all optimizers", "--no-use-layer-wise-param-layout"),

@@ -19,7 +19,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     missing(
         "recording or forcing routing decisions is not supported",
-        "--moe-router-force-biased= --moe-enable-routing-replay"
+        "--moe-router-force-biased="
         " --moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits"
         " --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters= --moe-routing-trace-path="
         " --save-tokens-per-expert-interval=",
@@ -64,11 +64,6 @@ UNSUPPORTED_FLAGS: Final = (
         " --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu"
         " --disable-dsa-indexer-scoring-relu --dsa-indexer-skip-topk-offset= --dsa-indexer-topk="
         " --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=none",
-    ),
-    missing(
-        "the largest attention scores are not known, since fused attention does not return them",
-        "--qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-max-attention-logit",
-        instead="remove the flag; --qk-layernorm, --qk-l2-norm and --attn-logit-softcapping keep the scores small",
     ),
     missing(
         "this position embedding is not supported",
@@ -129,11 +124,6 @@ UNSUPPORTED_FLAGS: Final = (
         " --batch-invariant-mode --mlp-chunks-for-training=1",
     ),
     # Optimizer and schedule
-    missing(
-        "this optimizer is not supported",
-        "--lion-beta1= --lion-beta2=",
-        instead="remove the flag, and use --optimizer adam or sgd",
-    ),
     missing(
         "a run that trains no weight is not supported",
         "--freeze-all-layers",

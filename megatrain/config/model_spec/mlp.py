@@ -1,4 +1,4 @@
-"""Dense MLP: down(act(up x)), or gated: down(act(gate x) * up x)."""
+"""Dense MLP: down(act(up x)), or gated: down(act(gate x) * up x); a linear layer in place of it or of attention (NVIDIA's Puzzle, arXiv:2411.19146)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,39 @@ class MlpSpec(Part):
 
     def linears(self, hidden_size: int) -> Iterator[Linear]:
         yield from mlp_linears(hidden_size, self.ffn_hidden_size, is_gated=self.is_gated)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplacementSpec(Part):
+    """One GEMM after the norm of the branch: each tensor rank holds it whole, and computes its rows."""
+
+    role: ClassVar[Role] = "mlp"
+    replaced: ClassVar[str]
+    """Megatron-LM's name of the module in whose place it is."""
+
+    has_bias: bool = False
+
+    def linears(self, hidden_size: int) -> Iterator[Linear]:
+        yield Linear(
+            part=self.name, pieces=(Piece("linear", hidden_size),), inputs=hidden_size, split="none",
+            flags="--hidden-size", modules=(self.replaced,),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionReplacementSpec(ReplacementSpec):
+    """A linear layer in place of attention."""
+
+    name: ClassVar[str] = "attention"
+    replaced: ClassVar[str] = "self_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpReplacementSpec(ReplacementSpec):
+    """A linear layer in place of an MLP."""
+
+    name: ClassVar[str] = "mlp"
+    replaced: ClassVar[str] = "mlp"
 
 
 def mlp_linears(

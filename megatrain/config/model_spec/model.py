@@ -33,6 +33,7 @@ from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.lora import LoraSpec
 from megatrain.config.model_spec.mamba import MambaSpec
+from megatrain.config.model_spec.mlp import AttentionReplacementSpec, MlpReplacementSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.model_spec.stack import Stack
@@ -261,6 +262,10 @@ class ModelSpec:
         names: dict[type[Part], str] = {LinearAttentionSpec: "linear attention", MambaSpec: "Mamba-2"}
         if is_hybrid:
             names[AttentionSpec] = "attention"
+        names |= {
+            AttentionReplacementSpec: "a linear layer as attention",
+            MlpReplacementSpec: "a linear layer as MLP",
+        }
         names |= {kind: kind.__name__ for kind in kinds if kind.module is not None}
         yield from (f"{kinds[kind]} with {name}" for kind, name in names.items() if kinds[kind])
         if not is_hybrid:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config.schema.needs import on, one_of
+from megatrain.config.schema.needs import LOGITS_CONFLICTS, on, one_of
 from megatrain.config.schema.resume_class import SAFE
 from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO
@@ -32,6 +32,8 @@ class LoggingConfig(Section, on_resume=SAFE):
     """Log the L2 norm of all weights."""
     log_num_zeros_in_grad: bool = False
     """Log the number of gradient elements that are zero, without padding."""
+    log_max_attention_logit: bool = setting(False, conflicts=LOGITS_CONFLICTS)
+    """Log the largest attention logit of each iteration, as --qk-clip does. Costs the scores once more."""
     timing_log_level: int = setting(0, at_least=0, at_most=2)
     """Timed parts of an iteration. 0: none; 1: passes and optimizer; 2: also batches and gradient norm. Above 0, each part ends with a GPU synchronization, which costs speed."""
     timing_log_option: Literal["max", "minmax", "all"] = setting(

@@ -107,3 +107,10 @@ def conflict(
 
 def _has(value: Any, wanted: tuple[str, ...]) -> bool:
     return not set(wanted).isdisjoint(value if isinstance(value, tuple) else (value,))
+
+
+LOGITS_CONFLICTS = (
+    conflict("model.model_family", "bert", "t5", "vlm", why=": only causal attention is measured"),
+    conflict("data.pack_documents", why=", whose ranks have documents of their own"),
+)
+"""Conflicts of settings that measure attention logits."""

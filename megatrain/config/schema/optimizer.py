@@ -4,13 +4,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.config.schema.lr_decay import LrDecay, read_by
-from megatrain.config.schema.needs import conflict, none_of, off, on, one_of
+from megatrain.config.schema.needs import LOGITS_CONFLICTS, Need, conflict, none_of, off, on, one_of
 from megatrain.config.schema.resume_class import OPTIMIZER_STATE, SAFE, SCHEDULE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
+_RULE = ("optimizer.optimizer", "optimizer.muon_scalar_optimizer")
+_MUONS = ("muon", "adaptive_muon")
+_MUON = one_of("optimizer.optimizer", *_MUONS)
+_ADAPTIVE = one_of("optimizer.optimizer", "adaptive_muon")
 _MOMENTS = none_of("optimizer.optimizer", "sgd", why=", which has no such state")
-_MUON = one_of("optimizer.optimizer", "muon")
+_ADAM = Need("unless {} or {} is adam", _RULE, lambda value_of: _of_elements(*map(value_of, _RULE)) == "adam")
+_LION = Need("unless {} or {} is lion", _RULE, lambda value_of: _of_elements(*map(value_of, _RULE)) == "lion")
+_NORMED = ", after which their weights' scale has no effect"
 _DYNAMIC_SCALE = (on("precision.fp16"), off("precision.loss_scale"))
 _WARMUP = ": both set the length of warm-up"
 _DELAYED = one_of("precision.fp8_recipe", "delayed")
@@ -19,12 +25,19 @@ WeightDecayStyle = Literal["constant", "linear", "cosine"]
 """Schedules of weight decay."""
 
 
+def _of_elements(optimizer: str, of_others: str) -> str:
+    """Return the optimizer of parameters other than matrices of layers."""
+    return of_others if optimizer in _MUONS else optimizer
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
-    """Optimizer: AdamW, SGD or Muon, and gradient clipping."""
+    """Optimizer: AdamW, SGD, Lion or Muon, and gradient clipping."""
 
-    optimizer: Literal["adam", "sgd", "muon"] = setting("adam", on_resume=OPTIMIZER_STATE)
-    """Optimizer. adam: AdamW; sgd: SGD with momentum; muon: Muon for matrices of layers, AdamW for other parameters."""
+    optimizer: Literal["adam", "sgd", "lion", "muon", "adaptive_muon"] = setting(
+        "adam", on_resume=OPTIMIZER_STATE
+    )
+    """Optimizer. adam: AdamW; sgd: SGD with momentum; lion: Lion; muon: Muon for matrices of layers, --muon-scalar-optimizer for other parameters; adaptive_muon: the same with updates divided by the root of their mean square (AdaMuon)."""
     lr: float = setting(
         REQUIRED, above=0, at_most=1e30, example="3e-4 is a common start for small models", on_resume=SCHEDULE
     )
@@ -47,21 +60,21 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
         None, at_least=0, on_resume=SCHEDULE, needs=on("optimizer.decoupled_lr")
     )
     """Minimum learning rate of embedding and output layer. none: --min-lr."""
-    adam_beta1: float = setting(0.9, at_least=0, below=1, needs=_MOMENTS)
+    adam_beta1: float = setting(0.9, at_least=0, below=1, needs=_ADAM)
     """Decay rate of Adam's first moment."""
-    adam_beta2: float = setting(0.999, at_least=0, below=1, needs=_MOMENTS)
+    adam_beta2: float = setting(0.999, at_least=0, below=1, needs=_ADAM)
     """Decay rate of Adam's second moment."""
-    adam_eps: float = setting(1e-8, above=0, needs=_MOMENTS)
+    adam_eps: float = setting(1e-8, above=0, needs=_ADAM)
     """Epsilon in the denominator of Adam's update."""
     exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=_MOMENTS)
-    """Storage dtype of Adam's first moment. Arithmetic is fp32; bf16 is rounded to nearest."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=_MOMENTS)
+    """Storage dtype of the first moment of Adam or Lion. Arithmetic is fp32; bf16 is rounded to nearest."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=_ADAM)
     """Storage dtype of Adam's second moment."""
     optimizer_cpu_offload: bool = setting(
         False,
         conflicts=conflict(
             "optimizer.optimizer",
-            "muon",
+            *_MUONS,
             why=", whose GEMMs are too slow on a CPU",
             fix="remove --optimizer-cpu-offload, or use --optimizer adam",
         ),
@@ -73,6 +86,12 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """With --optimizer-cpu-offload: minimum fraction of a rank's elements to offload; whole buckets (layers), starting with the last."""
     sgd_momentum: float = setting(0.9, at_least=0, below=1, needs=one_of("optimizer.optimizer", "sgd"))
     """Momentum of SGD."""
+    lion_beta1: float = setting(0.95, at_least=0, below=1, needs=_LION)
+    """Weight of Lion's momentum in a step, whose sign moves the weights."""
+    lion_beta2: float = setting(0.98, at_least=0, below=1, needs=_LION)
+    """Decay rate of Lion's momentum."""
+    muon_scalar_optimizer: Literal["adam", "lion"] = setting("adam", on_resume=OPTIMIZER_STATE, needs=_MUON)
+    """Optimizer of parameters that are not matrices of layers, with Muon."""
     muon_momentum: float = setting(0.9, at_least=0, below=1, needs=_MUON)
     """Momentum of Muon."""
     muon_nesterov: bool = setting(False, needs=_MUON)
@@ -89,10 +108,38 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Newton-Schulz coefficients; simple is that of `torch.optim.Muon`."""
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting("medium", needs=_MUON)
     """Arithmetic of the Newton-Schulz iterations: bfloat16 (medium), TF32 (high), or float32 (highest)."""
+    adaptive_muon_beta2: float = setting(0.95, at_least=0, below=1, needs=_ADAPTIVE)
+    """Decay rate of the mean square of adaptive Muon's updates."""
+    adaptive_muon_eps: float = setting(1e-8, above=0, needs=_ADAPTIVE)
+    """Epsilon in the denominator of adaptive Muon's update."""
+    qk_clip: bool = setting(
+        False,
+        conflicts=(
+            conflict("model.qk_layernorm", when=off("model.multi_latent_attention"), why=_NORMED),
+            conflict("model.qk_l2_norm", why=_NORMED),
+            conflict("adapters.lora_rank", why=", which does not train the projections of queries and keys"),
+            *LOGITS_CONFLICTS,
+        ),
+    )
+    """QK-Clip (Kimi K2): after each update, scale the projections of queries and keys of heads whose largest attention logit exceeds a threshold. Costs the scores once more."""
+    qk_clip_alpha: float = setting(0.5, at_least=0, at_most=1, needs=on("optimizer.qk_clip"))
+    """Exponent of the factor of queries; that of keys is 1 minus it."""
+    qk_clip_threshold: float = setting(100.0, above=0, needs=on("optimizer.qk_clip"))
+    """Attention logit above which --qk-clip scales."""
     ema_decay: float = setting(0.0, at_least=0, below=1, on_resume=OPTIMIZER_STATE)
     """Keep an exponential moving average of the master weights with this decay per iteration: one more state of each trained parameter, sharded and saved with the others. 0: none. Not in Megatron-LM."""
     clip_grad: float = setting(1.0, at_least=0)
     """Clip the global gradient norm to this value. 0: no clipping."""
+
+    @property
+    def has_matrices(self) -> bool:
+        """The optimizer updates whole matrices of layers."""
+        return self.optimizer in _MUONS
+
+    @property
+    def of_elements(self) -> str:
+        """The optimizer of parameters other than these."""
+        return _of_elements(self.optimizer, self.muon_scalar_optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)

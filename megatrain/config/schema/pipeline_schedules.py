@@ -32,7 +32,7 @@ class ScheduleTraits:
     in_flight: InFlight | None = None
     """Peak of the activations; None: counted in the actions."""
     is_searched: bool = True
-    """`megatrain plan` considers it."""
+    """`megatrain plan` considers it also where no passes overlap."""
 
 
 def _in_flight_of_1f1b(ranks: int, rank: int, chunks: int, count: int) -> float:  # noqa: ARG001

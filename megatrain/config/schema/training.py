@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
-from megatrain.config.schema.needs import conflict, contains, either, none_of, on, one_of
+from megatrain.config.schema.needs import Need, conflict, contains, either, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -189,7 +189,7 @@ class TrainingConfig(Section, on_resume=SAFE):
     dry_run: Literal["text", "json"] | None = setting(None, alone="text", on_resume=SILENT)
     """Print the plan of the run without starting it, as text or as one JSON object. Needs no GPU. Not in Megatron-LM."""
 
-    assume_gpu: Literal["a100", "h100", "h200", "b200"] | None = setting(
+    assume_gpu: Literal["a100", "h100", "h800", "h200", "b200"] | None = setting(
         None, on_resume=SILENT, needs=on("training.dry_run")
     )
     """GPU that --dry-run plans for: its memory, and the formats that it multiplies. none: this host's GPU, or an H100 where it has none. Not in Megatron-LM."""
@@ -209,8 +209,15 @@ HF_PREFIX: Final = "hf:"
 """Start of a path of --load or --pretrained-checkpoint that names a folder of transformers."""
 
 _NOT_HELD: Final = ", which Megatron-LM's format does not hold"
+_LAYERS: Final = "model.heterogeneous_layers_config_encoded_json"
+_HAS_LINEAR: Final = Need(
+    "",
+    (_LAYERS,),
+    lambda value_of: '"replace_with_linear":true' in "".join((value_of(_LAYERS) or "").split()),
+)
 _NOT_COPIED: Final = (
-    conflict("optimizer.optimizer", "sgd", "muon", why=_NOT_HELD),
+    conflict(_LAYERS, when=_HAS_LINEAR, why=" with replace_with_linear, which is not converted"),
+    conflict("optimizer.optimizer", "sgd", "muon", "adaptive_muon", "lion", why=_NOT_HELD),
     conflict("model.model_family", "vlm", why=_NOT_HELD),
     conflict("model.spec", why=_NOT_HELD),
     conflict("model.hybrid_layer_pattern", when=contains("model.hybrid_layer_pattern", "P"), why=_NOT_HELD),

@@ -89,6 +89,28 @@ def attention_kernel(draft: Draft) -> Notes:
         yield PlanNote(draft.origins["derived.attention_backend"].detail, "cost" if is_slow else "nothing")
 
 
+@note("cost")
+def attention_logits(draft: Draft) -> Notes:
+    config, length = draft.config, draft.config.data.seq_length
+    if not (config.optimizer.qk_clip or config.logging.log_max_attention_logit):
+        return
+    flag = "--qk-clip" if config.optimizer.qk_clip else "--log-max-attention-logit"
+    pairs = sum(
+        mixer.num_heads * mixer.head_dim * min(length, 2 * (mixer.window or length))
+        for mixer in attentions(draft)
+    )
+    share = 100 * draft.derived.tokens_per_iteration * pairs / draft.derived.flops_per_iteration
+    again = (
+        " and again where the backward pass recomputes attention"
+        if config.training.recompute_granularity
+        else ""
+    )
+    yield (
+        f"{flag} computes the scores of attention once more in each pass{again}, which is {share:.1f} % of an iteration's"
+        " FLOPs, in blocks of 4 MiB for each head and sample: fused attention does not return its largest score"
+    )
+
+
 def _padded_values(kernel: str, draft: Draft) -> str:
     """Return a remark if values get channels of zeros: these kernels and context ranks need those of keys."""
     is_native = kernel in ("sdpa", "math") and not draft.derived.cp_comm_types

@@ -39,7 +39,7 @@ def layer_sizes_are_valid(draft: Draft) -> Problems:
         yield Problem(
             f"{_source(draft)}: {error}",
             "give each layer an object such as {attention: {num_query_groups: 4}, mlp: {ffn_hidden_size: 512}}, with"
-            " {no_op: true} for a part that it does not have",
+            " {no_op: true} for a part that it does not have, or {replace_with_linear: true}",
         )
 
 

@@ -20,7 +20,7 @@ from megatrain.config.derive.families import (
     stacks_of,
 )
 from megatrain.config.derive.hybrid_pattern import SIDE_BY_SIDE, HybridPattern, known_pattern
-from megatrain.config.derive.layer_blocks import LayersError, layer_blocks
+from megatrain.config.derive.layer_blocks import LINEAR, LayersError, layer_blocks
 from megatrain.config.derive.patterns import (
     PatternError,
     parse_expert_pattern,
@@ -35,7 +35,7 @@ from megatrain.config.model_spec.experts import BalancingLoss, ExpertsSpec, Rout
 from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.lora import LoraSpec
-from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.mlp import AttentionReplacementSpec, MlpReplacementSpec, MlpSpec
 from megatrain.config.model_spec.model import ModelSpec, MtpSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.part import Part
@@ -222,9 +222,13 @@ def _layers(
         )
         if is_linear[number]:
             mixer = _linear_attention(model)
+        elif block.num_query_groups == LINEAR:
+            mixer = AttentionReplacementSpec(has_bias=not model.disable_bias_linear)
         mlp: Part = _mlp(model, block.ffn_hidden_size)
         if has_experts[number]:
             mlp = _experts(model, experts)
+        elif block.ffn_hidden_size == LINEAR:
+            mlp = MlpReplacementSpec(has_bias=not model.disable_bias_linear)
         parts = ((mixer, block.num_query_groups), (mlp, block.ffn_hidden_size))
         layers.append(
             LayerSpec(

@@ -91,8 +91,11 @@ def norm_backward(
         HAS_TERM=dy_term is not None, HAS_TOTAL=dtotal is not None, IS_CENTRED=mean is not None,
         ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    dweight, *dbias = column_sums(sums.flatten(1)).view(-1, columns)
-    return dx, dweight, dbias[0] if dbias else None
+    totals = column_sums(sums.flatten(1))
+    if mean is None:
+        return dx, totals, None
+    dweight, dbias = totals.view(2, columns)
+    return dx, dweight, dbias
 
 
 def _tile(columns: int) -> tuple[int, int, int]:

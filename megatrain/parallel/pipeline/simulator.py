@@ -46,8 +46,9 @@ class StageCosts:
     """Weight gradients; part of the backward pass unless the schedule defers them."""
     transfer: float = 0.0
     """Time in which a message is transferred to another rank; both may compute meanwhile."""
-    combined: float = 1.0
-    """Time of a forward and a backward pass that run together, as a fraction of the sum of both."""
+    combined: Sequence[float] = ()
+    """Times of the passes of each virtual stage in a forward and a backward pass that run together, as a fraction of those
+    alone; empty: 1."""
 
     @classmethod
     def equal(cls, num_stages: int) -> StageCosts:
@@ -166,16 +167,17 @@ class _Rank:
     def _run_passes(self, action: Action) -> None:
         start = self.clock
         for one in action.passes:
-            self.clock += self._cost(one) * (self.costs.combined if len(action.passes) > 1 else 1.0)
+            self.clock += self._cost(one, is_combined=len(action.passes) > 1)
             self.held += one.kind is ActionKind.FORWARD
             self.peak = max(self.peak, self.held)
             self.held -= one.kind is ActionKind.BACKWARD
         self.spans.append(Span(action, start, self.clock))
 
-    def _cost(self, one: Action) -> float:
+    def _cost(self, one: Action, *, is_combined: bool) -> float:
         is_deferred = (one.microbatch, one.chunk) in self.deferred
         stage = self.placement.stage(self.number, one.chunk)
-        return self.costs.of(one.kind, stage, defers_weights=is_deferred)
+        fraction = self.costs.combined[stage] if is_combined and self.costs.combined else 1.0
+        return self.costs.of(one.kind, stage, defers_weights=is_deferred) * fraction
 
 
 def _check_order(schedule: Sequence[Action]) -> None:

@@ -423,9 +423,14 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "optimizer.optimizer",
         Feature("adam", "--optimizer adam"),
         Feature("sgd", "--optimizer sgd"),
+        Feature("lion", "--optimizer lion"),
         Feature(
             "muon",
-            {"muon": "--optimizer muon --muon-nesterov", "muonjoint": "--optimizer muon --muon-no-split-qkv"},
+            {
+                "muon": "--optimizer muon --muon-nesterov",
+                "muonjoint": "--optimizer muon --muon-no-split-qkv",
+                "adaptivemuon": "--optimizer adaptive_muon --adaptive-muon-eps 1e-3",
+            },
             excludes=("offload",),
         ),
     ),
@@ -446,6 +451,12 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "optimizer.clip_grad",
         Feature("clip", "--clip-grad 0.5"),
         Feature("noclip", "--clip-grad 0"),
+    ),
+    _option(
+        "attention logits",
+        "optimizer.qk_clip",
+        Feature("unclipped"),
+        Feature("qkclip", "--qk-clip --qk-clip-threshold 1e-3 --qk-clip-alpha 0.3"),
     ),
 )
 
@@ -514,7 +525,9 @@ NUMBER_FORMATS: Final[tuple[Option, ...]] = (
         "moments",
         "optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype",
         Feature("momentsfp32"),
-        Feature("momentsbf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", needs=("adam", "muon")),
+        Feature(
+            "momentsbf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", needs=("adam", "lion", "muon")
+        ),
     ),
     _option(
         "average of weights",

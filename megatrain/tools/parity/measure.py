@@ -158,6 +158,8 @@ def _losses_of(report: StepReport) -> Iterator[float]:
     """Yield the losses of a step and its router metrics."""
     yield from (loss for loss in (report.lm_loss, report.sop_loss, report.z_loss) if loss is not None)
     yield from (*report.mtp_losses, *report.distillation_losses)
+    if report.max_attention_logit is not None:
+        yield report.max_attention_logit
     if report.routers is not None:
         yield from report.routers.losses.values()
         for layer in report.routers.layers:

@@ -38,13 +38,13 @@ MODELS = {
         "--max-position-embeddings 30 --hidden-dropout 0 --use-mup --mup-base-hidden-size 12 "
         "--mup-base-head-dim 2 --mup-embedding-mult 3 --qk-layernorm --apply-wd-to-qk-layernorm --adam-eps 1e-4"
     ),
-    # Layers of different sizes, without attention, without an MLP, and without both.
+    # Layers of different sizes, with linear layers in place of an MLP and of attention, without an MLP, and without both.
     "puzzle": (
         f"--normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.2 --attention-output-gate "
         "--heterogeneous-layers-config-encoded-json "
         '{"block_configs":['
-        '{"attention":{"num_query_groups":1},"mlp":{"ffn_hidden_size":48}},'
-        '{"attention":{"no_op":true},"ffn":{"ffn_hidden_size":192}},'
+        '{"attention":{"num_query_groups":1},"mlp":{"replace_with_linear":true}},'
+        '{"attention":{"replace_with_linear":true},"ffn":{"ffn_hidden_size":192}},'
         '{"attention":{"n_heads_in_group":1},"ffn":{"no_op":true}},'
         '{"attention":{"no_op":true},"mlp":{"no_op":true}}]}'
     ),
@@ -140,6 +140,10 @@ IMAGE_SIZE = (8, 12)
 
 WITHOUT_GROUPS = ("mla", "mlav2", "t5", "t5relative")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
+WITHOUT_QK_CLIP = ("olmo2", "qwen", "gpt-oss", "nemotron", "mup", *OF_FAMILIES)
+"""Models that normalize each head of queries and keys, whose scale has no effect, and those with other than causal attention."""
+WITHOUT_LION = ("gpt2", "neox", *OF_FAMILIES)
+"""Models with biases of keys without RoPE, whose gradient is 0 up to rounding: its sign, and so Lion's step, is chance."""
 WITHOUT_CONTEXT_RANKS = ("t5", "t5relative")
 """Models of two stacks, whose samples are split over no context ranks."""
 WITHOUT_DOCUMENTS = tuple(OF_FAMILIES)

@@ -34,7 +34,9 @@ from megatrain.tools.parity.models import (
     OF_FOUR_LAYERS,
     WITHOUT_CONTEXT_RANKS,
     WITHOUT_DOCUMENTS,
+    WITHOUT_LION,
     WITHOUT_MTP,
+    WITHOUT_QK_CLIP,
     WITHOUT_TEACHERS,
     WITHOUT_TENSOR_OVERLAP,
     WITHOUT_TOKEN_MEANS,
@@ -147,7 +149,7 @@ _OF_EXPERTS = (
     "rank order",
 )
 """Further options that decide whether experts fit."""
-_OF_MODELS = ("documents", "loss", "tensor communication", "distillation")
+_OF_MODELS = ("documents", "loss", "tensor communication", "distillation", "attention logits")
 """Further options that decide whether a model fits."""
 _OF_MTP = ("multi-token prediction", "pipeline split", "model")
 _ALL_FEATURES = (*FEATURE_OPTIONS, *_APART)
@@ -348,35 +350,38 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     return not set(stages).isdisjoint(fitting)
 
 
+_WITHOUT_MODELS: Final = (
+    ("loss", "tokens", WITHOUT_TOKEN_MEANS),
+    ("tensor communication", "tpoverlap", WITHOUT_TENSOR_OVERLAP),
+    ("documents", "documents", WITHOUT_DOCUMENTS),
+    ("optimizer", "lion", WITHOUT_LION),
+    ("attention logits", "qkclip", WITHOUT_QK_CLIP),
+)
+"""Words of options that some models cannot have."""
+
+
 @_rule_of(
     "key-value replication",
     "context parallelism",
-    "documents",
-    "loss",
-    "tensor communication",
     "distillation",
-    "optimizer",
     "optimizer state",
+    *(option for option, _, _ in _WITHOUT_MODELS),
     "model",
 )
 def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known model can have the known number of query groups, and split samples where it can."""
-    if known["loss"] == "tokens" and known["model"] in WITHOUT_TOKEN_MEANS:
+    model = known["model"]
+    if any(known[option] == word and model in models for option, word, models in _WITHOUT_MODELS):
         return False
-    if known["tensor communication"] == "tpoverlap" and known["model"] in WITHOUT_TENSOR_OVERLAP:
+    if known["distillation"] not in (None, "noteacher") and model in WITHOUT_TEACHERS:
         return False
-    if known["distillation"] not in (None, "noteacher") and known["model"] in WITHOUT_TEACHERS:
+    has_matrices = "muon" in (known["optimizer"] or "")
+    if model in FROZEN and (has_matrices or known["optimizer state"] == "offload"):
         return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")
-    if known["model"] in FROZEN and (
-        "muon" in (known["optimizer"] or "") or known["optimizer state"] == "offload"
-    ):
-        return False
     is_split = known["context parallelism"] not in (None, "cp1")
-    has_documents = known["documents"] == "documents"
-    is_possible = not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
-    is_possible &= not (has_documents and known["model"] in WITHOUT_DOCUMENTS)
-    return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
+    is_possible = not (is_replicated and model in MODELS_WITHOUT_GROUPS)
+    return is_possible and not (is_split and model in WITHOUT_CONTEXT_RANKS)
 
 
 @_rule_of("tensor parallelism", "experts", "model")

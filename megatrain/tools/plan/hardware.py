@@ -56,6 +56,7 @@ GPUS: Final = {
         # name, memory_rate, link_rate, network_rate
         Gpu("A100", 2.04e12, 300e9, 25e9),
         Gpu("H100", 3.35e12, 450e9, 50e9),
+        Gpu("H800", 3.35e12, 200e9, 50e9),
         Gpu("H200", 4.8e12, 450e9, 50e9),
         Gpu("B200", 8.0e12, 900e9, 50e9),
     )
@@ -113,9 +114,12 @@ class Rates:
     hop_seconds: float = 3e-6
     """Latency of one more step of a ring, or of a level of a tree. Assumed, not measured."""
     tensor_exposed: float = 0.5
-    """Fraction of overlapped collectives of NCCL that still costs time, since NCCL shares the SMs [B3]."""
-    tensor_overlap: float = 0.05
-    """Fraction by which kernels are slower while copy engines send (--tp-comm-overlap): 3 to 8 % [B3]."""
+    """Fraction of overlapped collectives of NCCL in a node that still costs time, since NCCL shares SMs and memory [B3]."""
+    network_exposed: float = 0.15
+    """The same between nodes, where they need a tenth of the memory's rate: 20 of 132 SMs (arXiv:2412.19437, section 3.2.2).
+    Not measured here."""
+    tensor_overlap: float = 0.49
+    """Seconds by which kernels are slower for each second in which copy engines send (--tp-comm-overlap): 3 to 8 % of them [B3]."""
     all_to_all: float = 0.44
     """All-to-all within a node, of the rate of rings: 110 GB/s between four GPUs, with waits for the rank with the most tokens [B6]."""
     host_wait_seconds: float = 1e-3
@@ -142,6 +146,9 @@ class Cluster:
     network_rate: float
     """Bytes per second and GPU between nodes, in one direction."""
     rates: Rates = Rates()
+    has_deepep: bool = False
+    """Tokens cross the network once for each node, whose GPUs forward them over NVLink, and go to experts in FP8 where GEMMs are
+    in FP8, as with DeepSeek's DeepEP. The all-to-all of this program sends them to each rank in bf16."""
 
     def compute_rate(self, fraction: float) -> float:
         """Return FLOPs per second."""

@@ -11,10 +11,11 @@ A rank has t tokens: s / cp * b. Under sequence parallelism, norms and the resid
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.config.model_spec.experts import ExpertsSpec
+from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.linear import Linear
 from megatrain.config.model_spec.mlp import MlpSpec
@@ -167,23 +168,34 @@ class LayerTimes:
 
         An all-gather hides in nothing forward, since the router is short. The sums of the outputs, and in the backward pass
         the gather of their gradients, overlap the shared expert; the sums of the rows' gradients overlap the weight gradients
-        of experts. An all-to-all sends a token once to each rank that has experts of it, and the host waits for the counts.
+        of experts. An all-to-all sends a token once to each rank that has experts of it, and the host waits for the counts:
+        another pass does not hide this wait.
         """
         ep, layout, rates = self.layout.ep, self.layout, self.cluster.rates
         if ep == 1:
             return Times()
         row = self.tokens / layout.tp * hidden * _BF16
         if not self.workload.gathers_tokens(ep):
-            chosen = 1 - (1 - 1 / ep) ** experts.top_k
-            sent = Group(self.cluster, ep, layout.etp).all_to_all(row * chosen * layout.etp)
-            return Times(2 * sent + rates.host_wait_seconds, 2 * sent)
+            group = Group(self.cluster, ep, layout.etp)
+            rows, rows_of_node = (
+                row * layout.etp * share_of_tokens(experts.router, parts)
+                for parts in (ep, ep // group.per_node)
+            )
+            has_codes = self.fp8 is not None and self.cluster.has_deepep
+            back = group.all_to_all(rows, rows_of_node)
+            there = group.all_to_all(rows / 2, rows_of_node / 2) if has_codes else back
+            sent = there + back  # outputs and gradients return in bf16
+            return Times(
+                sent + rates.host_wait_seconds, sent, sends=2 * sent, exposed_sends=2 * sent * group.exposed
+            )
         ranks = ep * layout.etp
-        one = Group(self.cluster, ranks).all_gather(row * ranks)
-        overlapped = one * rates.tensor_exposed
-        return Times(
-            one + max(one - shared.forward, overlapped),
-            max(one - shared.backward - shared.weight, overlapped) + overlapped,
-        )
+        group = Group(self.cluster, ranks)
+        one = group.all_gather(row * ranks)
+        overlapped = one * group.exposed
+        forward = one + max(one - shared.forward, overlapped)
+        backward = max(one - shared.backward - shared.weight, overlapped) + overlapped
+        sends = forward + backward
+        return Times(forward, backward, sends=sends, exposed_sends=min(4 * overlapped, sends))
 
     # ---- communication of tensor parallelism, recomputation
 
@@ -209,12 +221,9 @@ class LayerTimes:
         num_bytes = _BF16 * self.workload.hidden * self.tokens
         sent = pairs * (tp - 1) * self.tensor_group.message(num_bytes / tp)
         sums = pairs * self.cluster.memory_seconds(num_bytes * (tp + 1) / tp)
-        slower = rates.tensor_overlap * (
-            tp - 1
-        )  # products have a part for each rank, and copies to each other one
         added = []
         for kernels, copies in ((layer.forward, 2 * sent), (layer.backward + layer.weight, 3 * sent)):
-            added.append(max(kernels * slower, copies - kernels) + sums)
+            added.append(max(copies * rates.tensor_overlap, copies - kernels) + sums)
         return Times(*added)
 
     def _gathered(self, pairs: int) -> Times:
@@ -226,17 +235,17 @@ class LayerTimes:
         """
         if self.layout.tp == 1 or not pairs:
             return Times()
-        rates, group = self.cluster.rates, self.tensor_group
+        group = self.tensor_group
         num_bytes = _BF16 * self.workload.hidden * self.tokens
         if not self.layout.sequence_parallel:
             one = group.all_reduce(num_bytes)
-            return Times(pairs * one, pairs * one * rates.tensor_exposed)
+            return Times(pairs * one, pairs * one * group.exposed)
         has_codes = self.fp8 is not None and self.fp8.gather_size > 1
         gather, reduction = (
             group.all_gather(num_bytes / 2 if has_codes else num_bytes),
             group.all_gather(num_bytes),
         )
-        overlapped = (gather + reduction) * rates.tensor_exposed
+        overlapped = (gather + reduction) * group.exposed
         return Times(pairs * (gather + reduction), pairs * (gather + overlapped))
 
     def _recomputed(self, whole: Times, mixer: Times, mlp: Times, norms: Times) -> float:
@@ -250,8 +259,21 @@ class LayerTimes:
         if "mla_up_proj" in modules:
             seconds += 0.3 * mixer.forward
         if "moe_act" in modules and "moe" not in modules:
-            seconds += 0.1 * mlp.forward
+            seconds += 0.1 * (mlp.forward - mlp.sends / 2)
         return seconds
+
+
+def share_of_tokens(router: RouterSpec, parts: int) -> float:
+    """Return the share of the tokens that have experts in one of `parts` equal parts of all experts, if loads are equal.
+
+    A router of groups selects experts of `group_top_k` groups only (node-limited routing, arXiv:2412.19437, section 2.1.2).
+    """
+    groups, kept = router.num_groups or 1, router.group_top_k or 1
+    part, group = router.num_experts // parts, router.num_experts // groups
+    if part >= group:  # of whole groups: it has tokens if one of these is kept
+        return 1 - math.comb(groups - part // group, kept) / math.comb(groups, kept)
+    possible = kept * group
+    return kept / groups * (1 - math.comb(possible - part, router.top_k) / math.comb(possible, router.top_k))
 
 
 @functools.lru_cache(maxsize=65536)

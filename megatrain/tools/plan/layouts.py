@@ -21,6 +21,7 @@ from megatrain.config.subjects.experts import (
     GPUS_PER_HOST,
     all_gather_of_tokens,
     capacity_on_gpus,
+    experts_are_split,
     possible_rows,
 )
 from megatrain.config.subjects.pipeline import balanced_split
@@ -141,6 +142,8 @@ class Layout:
     sequence_parallel: bool = False
     split: tuple[int, ...] = ()
     """Layers of each virtual stage."""
+    overlaps_passes: bool = False
+    """Rows are sent to experts while another micro-batch computes (--overlap-moe-expert-parallel-comm)."""
 
     @classmethod
     def of(cls, plan: Plan) -> Layout:
@@ -162,6 +165,7 @@ class Layout:
             modules=training.recompute_modules if training.recompute_granularity == "selective" else (),
             sequence_parallel=parallel.sequence_parallel,
             split=derived.pipeline_layers,
+            overlaps_passes=plan.config.experts.overlap_moe_expert_parallel_comm and experts_are_split(plan),
         )
 
     @property
@@ -170,7 +174,7 @@ class Layout:
 
     @property
     def pipeline(self) -> PipelineSchedule:
-        return PipelineSchedule(self.schedule, self.placement)
+        return PipelineSchedule(self.schedule, self.placement, combines=self.overlaps_passes)
 
     @property
     def expert_dp(self) -> int:
@@ -199,6 +203,7 @@ class Layout:
             "parallel.pipeline_model_parallel_layout": "auto" if is_split else None,
             "parallel.expert_model_parallel_size": self.ep,
             "parallel.expert_tensor_parallel_size": self.etp if self.tp > 1 else None,
+            "experts.overlap_moe_expert_parallel_comm": self.overlaps_passes,
             "parallel.data_parallel_sharding_strategy": self.sharding,
             "training.micro_batch_size": self.micro_batch,
             "training.recompute_granularity": None if self.recompute == "none" else self.recompute,
@@ -215,7 +220,7 @@ class Layout:
         for path, value in self.settings().items():
             is_given = request.origins[path].kind != "default"
             is_default = value in (None, known[path].default, _OFTEN_DEFAULT.get(path))
-            is_missing = path.startswith("parallel.expert") and not has_experts
+            is_missing = path.startswith(("parallel.expert", "experts.")) and not has_experts
             if not is_missing and (is_given or not is_default):
                 words += _words(known[path], value)
         return words
@@ -318,22 +323,25 @@ def _recomputations(workload: Workload) -> list[tuple[Recomputation, tuple[str, 
 
 
 def _with_pipeline(layout: Layout, workload: Workload) -> Iterator[Layout]:
+    overlaps = (False, True) if layout.ep > 1 and not workload.gathers_tokens(layout.ep) else (False,)
     if layout.pp == 1:
-        yield replace(layout, split=(len(workload.layers),))
+        for overlap in overlaps if layout.num_microbatches(workload.global_batch) > 1 else (False,):
+            yield replace(layout, split=(len(workload.layers),), overlaps_passes=overlap)
         return
     kinds = [
-        (name, chunks)
+        (name, chunks, overlap)
         for name, traits in PIPELINE_SCHEDULES.items()
-        if traits.is_searched
+        for overlap in overlaps
+        if (traits.overlaps_passes if overlap else traits.is_searched)
         for chunks in (_CHUNKS if traits.num_chunks is None else (traits.num_chunks,))
     ]
     if layout.num_microbatches(workload.global_batch) < layout.pp:
         return
-    for schedule, chunks in kinds:
+    for schedule, chunks, overlap in kinds:
         if layout.pp * chunks > len(workload.layers) + 1:
             continue
         split = _split(workload, layout.pp * chunks)
-        yield replace(layout, schedule=schedule, chunks=chunks, split=split)
+        yield replace(layout, schedule=schedule, chunks=chunks, split=split, overlaps_passes=overlap)
 
 
 @functools.lru_cache(maxsize=256)

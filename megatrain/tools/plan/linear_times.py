@@ -31,16 +31,38 @@ class Times:
     """Gradients of the inputs, with what is recomputed for them."""
     weight: float = 0.0
     """Weight gradients."""
+    sends: float = 0.0
+    """Part of both passes in which rows are sent, which a forward and a backward pass that run together overlap."""
+    exposed_sends: float = 0.0
+    """Cost of overlapped sends all the same, as they share SMs and memory."""
 
     def __add__(self, other: Times) -> Times:
-        return Times(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
+        return Times(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weight + other.weight,
+            self.sends + other.sends,
+            self.exposed_sends + other.exposed_sends,
+        )
 
     def __mul__(self, count: float) -> Times:
-        return Times(self.forward * count, self.backward * count, self.weight * count)
+        return Times(
+            self.forward * count,
+            self.backward * count,
+            self.weight * count,
+            self.sends * count,
+            self.exposed_sends * count,
+        )
 
     @property
     def total(self) -> float:
         return self.forward + self.backward + self.weight
+
+    @property
+    def together(self) -> float:
+        """Seconds of a forward pass that runs together with a backward pass of another micro-batch: the longer of computing and sends."""
+        computing = self.total - self.sends
+        return max(computing + self.exposed_sends, self.sends)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,12 @@ class Group:
         return min(inside, self.per_node * cluster.network_rate * rates.network)
 
     @property
+    def exposed(self) -> float:
+        """Fraction of overlapped collectives that costs time all the same."""
+        rates = self.cluster.rates
+        return rates.tensor_exposed if self.is_in_node else rates.network_exposed
+
+    @property
     def latency(self) -> float:
         """Seconds of a collective without data: NCCL's rings are as long as a node, and trees connect nodes."""
         rates = self.cluster.rates
@@ -61,16 +67,25 @@ class Group:
             else self.latency + 2 * (num_bytes * (self.size - 1) / self.size / self.rate)
         )
 
-    def all_to_all(self, bytes_per_peer: float) -> float:
-        """Return the seconds of an all-to-all in which each rank sends `bytes_per_peer` to each other one."""
+    def all_to_all(self, bytes_per_peer: float, bytes_per_node: float) -> float:
+        """Return the seconds of an all-to-all of tokens.
+
+        Args:
+            bytes_per_peer: of the tokens that a rank sends to each other rank.
+            bytes_per_node: of the tokens that have experts on any rank of another node, each once; counts only where
+                tokens are forwarded in a node.
+        """
         if self.size == 1:
             return 0.0
         rates, cluster = self.cluster.rates, self.cluster
-        inside = (
-            (self.per_node - 1) * bytes_per_peer / (cluster.gpu.link_rate * rates.links * rates.all_to_all)
+        inside, outside = self.per_node - 1, (self.size - self.per_node) * bytes_per_peer
+        if cluster.has_deepep:
+            inside = self.size - self.size // self.per_node
+            outside = (self.size // self.per_node - 1) * bytes_per_node
+        return self.latency + max(
+            inside * bytes_per_peer / (cluster.gpu.link_rate * rates.links * rates.all_to_all),
+            outside / (cluster.network_rate * rates.network),
         )
-        outside = (self.size - self.per_node) * bytes_per_peer / (cluster.network_rate * rates.network)
-        return self.latency + max(inside, outside)
 
     def message(self, num_bytes: float) -> float:
         """Return the seconds of a message to the next member."""

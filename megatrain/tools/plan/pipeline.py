@@ -123,7 +123,7 @@ def _costs(case: Case, counts: Sequence[int]) -> StageCosts:
     forward, backward, weight = (
         [time * size for size in units] for time in (case.forward, case.backward, case.weight_gradient)
     )
-    return StageCosts(forward, backward, weight, case.transfer, case.combined)
+    return StageCosts(forward, backward, weight, case.transfer, [case.combined] * len(units))
 
 
 def _shortened(stages: Sequence[str]) -> str:

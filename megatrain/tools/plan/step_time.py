@@ -58,11 +58,12 @@ def step_time(workload: Workload, layout: Layout, cluster: Cluster, *, is_simula
     """
     stages = stage_times(workload, layout, cluster)
     ranks = _by_rank(layout, stages)
-    busiest = max(ranks, key=lambda times: times.total)
+    busiest = max(ranks, key=lambda times: _seconds(layout, times))
     count = layout.num_microbatches(workload.global_batch)
-    compute = busiest.total * count
+    compute = _seconds(layout, busiest) * count
     pipeline = _simulated if is_simulated else _estimated
-    duration = pipeline(workload, layout, cluster, stages, busiest) if layout.pp > 1 else compute
+    alone = busiest.total - _seconds(layout, busiest)  # the first forward and the last backward pass
+    duration = pipeline(workload, layout, cluster, stages, busiest) if layout.pp > 1 else compute + alone
     weights = max(rank_weights(workload, layout), key=lambda one: one.dense + one.experts)
     return StepTime(
         compute=compute,
@@ -90,6 +91,11 @@ def stage_times(workload: Workload, layout: Layout, cluster: Cluster) -> list[Ti
     return stages
 
 
+def _seconds(layout: Layout, times: Times) -> float:
+    """Return the seconds of a forward and a backward pass in the middle of a step."""
+    return times.together if layout.overlaps_passes else times.total
+
+
 def _by_rank(layout: Layout, stages: Sequence[Times]) -> list[Times]:
     placement = layout.placement
     return [
@@ -112,9 +118,9 @@ def _estimated(
     """Return the duration of a pipeline by the formula of its schedule."""
     count = layout.num_microbatches(workload.global_batch)
     bubble = PIPELINE_SCHEDULES[layout.schedule].bubble or 1 / layout.chunks
-    mean = sum(stage.total for stage in stages) / layout.pp
+    mean = sum(stage.total for stage in stages) / layout.pp  # passes of the start and of the end run alone
     fill = (layout.pp - 1) * (bubble * mean + 2 * _message(workload, layout, cluster) * layout.chunks)
-    return busiest.total * count + fill
+    return _seconds(layout, busiest) * count + fill
 
 
 def _simulated(
@@ -130,9 +136,10 @@ def _simulated(
         [one.backward for one in stages],
         [one.weight for one in stages],
         _message(workload, layout, cluster),
+        [_seconds(layout, one) / one.total for one in stages],
     )
     actions = [schedule.training(rank, few) for rank in range(layout.pp)]
-    return simulate(actions, costs, layout.placement).duration + (count - few) * busiest.total
+    return simulate(actions, costs, layout.placement).duration + (count - few) * _seconds(layout, busiest)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -169,11 +176,11 @@ def _data_parallel(
 ) -> float:
     """Return the exposed seconds of data parallelism.
 
-    ZeRO-0 and 1 reduce during the last backward pass and gather during the first forward pass. ZeRO-2 reduces in every
+    ZeRO-0 and 1 reduce during the last backward passes and gather during the first forward passes. ZeRO-2 reduces in every
     micro-batch; ZeRO-3 also gathers the weights in every forward and backward pass.
     """
-    rates, exposed = cluster.rates, 0.0
-    reduce = gather = 0.0
+    rates = cluster.rates
+    reduce = gather = shared = 0.0
     stride = layout.tp
     for number, size, distance in (
         (weights.dense, layout.dp * layout.cp, stride),
@@ -183,16 +190,23 @@ def _data_parallel(
             group = Group(cluster, size, distance)
             reduce += group.all_gather(4 * number)
             gather += group.all_gather(2 * number)
+            shared += group.all_gather(4 * number) * (
+                rates.reduce_exposed if group.is_in_node else rates.network_exposed
+            )
+    share = shared / reduce if reduce else 0.0
+    chunks = layout.chunks if PIPELINE_SCHEDULES[layout.schedule].has_groups else 1
+
+    def exposed(sent: float, passes: float) -> float:
+        """Return what no pass hides: a chunk hides its own collective, and with groups of micro-batches those of all chunks before."""
+        hidden = passes * (1 + layout.pp * (chunks - 1)) / chunks
+        return max(sent - hidden, (sent - passes) / chunks, share * sent)
+
     backward = busiest.backward + busiest.weight
     reductions = count if layout.sharding in ("optim_grads", "optim_grads_params") else 1
-    gathers = 2 * count if layout.sharding == "optim_grads_params" else 1
-    exposed += reductions * max(reduce - backward, rates.reduce_exposed * reduce)
+    seconds = reductions * exposed(reduce, backward)
     if layout.sharding == "optim_grads_params":
-        for budget in (busiest.forward, backward):
-            exposed += gathers / 2 * max(gather - budget, rates.reduce_exposed * gather)
-    else:
-        exposed += max(gather - busiest.forward, rates.reduce_exposed * gather)
-    return exposed
+        return seconds + count * (exposed(gather, busiest.forward) + exposed(gather, backward))
+    return seconds + exposed(gather, busiest.forward)
 
 
 def _optimizer(layout: Layout, cluster: Cluster, weights: RankWeights) -> float:

@@ -285,7 +285,7 @@ def grid_shape(plan: Plan) -> GridShape:
         etp=None if plan.config.experts.num_experts is None else plan.derived.expert_tensor_parallel_size,
         pack_sizes=plan.derived.pack_group_sizes,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
-        has_matrices=plan.config.optimizer.optimizer == "muon",
+        has_matrices=plan.config.optimizer.has_matrices,
     )
     if plan.later_embedding_stage is not None:
         is_tied = not plan.config.model.untie_embeddings_and_output_weights

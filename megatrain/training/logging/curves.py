@@ -55,6 +55,7 @@ def iteration_scalars(
         "grad-norm": values["grad_norm"],
         "num-zeros": values["num_zeros"],
         "params-norm": values["params_norm"],
+        "max-attention-logit": values["max_attention_logit"],
         "samples vs steps": values["consumed_samples"],
     }
     if values["routers"] is not None:

@@ -62,6 +62,7 @@ def log_line(
         f"number of nan iterations: {values['nan']:3d}",
         f"{speed_unit}: {values['tokens_per_second_per_gpu'] * world_size:.0f}",
         f"MFU: {100 * values['mfu']:.1f} %" if values["mfu"] is not None else None,
+        f"max attention logit: {logit:.3f}" if (logit := values["max_attention_logit"]) is not None else None,
     ]
     return " | ".join(part for part in parts if part is not None) + " |"
 

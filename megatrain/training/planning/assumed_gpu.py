@@ -26,6 +26,7 @@ GPU_KINDS: Final = {
     for kind in (
         GpuKind("A100", 85.0e9, (8, 0)),
         GpuKind("H100", 85.0e9, (9, 0)),
+        GpuKind("H800", 85.0e9, (9, 0)),
         GpuKind("H200", 150.1e9, (9, 0)),
         GpuKind("B200", 191.5e9, (10, 0)),
     )

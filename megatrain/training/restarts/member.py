@@ -32,12 +32,14 @@ import torch.distributed as dist
 from megatrain.config import Request
 from megatrain.config.environment import LaunchEnvironment, enter_generation, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.process_groups import abort_groups, forget_groups
 from megatrain.process.signals import Signals
 from megatrain.training.liveness.failure import is_final
 from megatrain.training.liveness.launcher_watch import RESTARTED
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.liveness.sockets import keep_alive, open_sockets, shut_connections
+from megatrain.training.restarts.launch_bound import LaunchBound, mark_on_gpu
 from megatrain.training.restarts.rendezvous import RECORD_NAME
 
 _SECONDS_FOR_VERDICT: Final = 5.0
@@ -70,6 +72,8 @@ class Member:
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._generation, self._has_left = 0, threading.Event()
         self._leaving = threading.Lock()
+        self._is_leaving = threading.Event()
+        """Set before anything that may wait for a device; `_has_left` afterwards."""
         self._watch: RankWatch | None = None
         self._server: dist.TCPStore | None = None
         self._has_trained = False
@@ -117,6 +121,11 @@ class Member:
         watch.heartbeat.hang_seconds = self._request.known("resilience.inprocess_soft_timeout") or 0.0
         if self._generation > 1 and watch.environment.rank == 0:
             watch.heartbeat.on_trained = self._record_restart
+
+    def bound_launches(self, executor: Executor) -> None:
+        """Let the host run ahead of a GPU by a few passes only, so that no launch waits for a rank that is lost."""
+        if executor.device.type == "cuda":
+            executor.hooks = LaunchBound(executor.hooks, mark_on_gpu, self._is_leaving)
 
     def _record_restart(self) -> None:
         """Print the time from the failure to the end of the next iteration; record it in --save."""
@@ -168,6 +177,7 @@ class Member:
                         time.time() - message["seconds"],
                     )
                     self._has_left.clear()
+                    self._is_leaving.clear()
                 self._answers.put(message)
         reason = "the rendezvous of the job is gone, with the host of rank 0"
         self._answers.put({"end": {"exit_code": 1, "reason": reason}})
@@ -189,6 +199,7 @@ class Member:
             self._timer = threading.Timer(seconds, self._end_hanging)
             self._timer.daemon = True
             self._timer.start()
+            self._is_leaving.set()
             abort_groups()
             shut_connections(opened_before=self._opened_before)
             self._has_left.set()
@@ -218,13 +229,13 @@ def _connect(host: str, port: int) -> socket.socket:
 def run_generations(
     request: Request,
     signals: Signals,
-    train: Callable[[Callable[[RankWatch], None]], int],
+    train: Callable[[Member], int],
     join_store: Callable[[LaunchEnvironment], dist.Store],
 ) -> int:
     """Join the job's rendezvous, and train in one generation after another until one reaches the end; return the exit code.
 
     Args:
-        train: trains; it calls its argument with the watch over the other ranks.
+        train: trains as a rank of a generation of this member.
         join_store: connects to the launcher's store.
 
     Raises:
@@ -241,7 +252,7 @@ def run_generations(
     member = Member(request, environment, store)
     while (exit_code := member.join()) is None:
         try:
-            exit_code = train(member.follow)
+            exit_code = train(member)
         except BaseException as error:
             if not member.rejoins(error):
                 if is_final(error):

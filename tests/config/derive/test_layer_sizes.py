@@ -48,6 +48,20 @@ def test_each_layer_has_its_own_sizes(plan_of):
     )
 
 
+def test_a_linear_layer_replaces_attention_or_an_mlp(plan_of):
+    linear, given = {"replace_with_linear": True}, {"replace_with_linear": None, "no_op": False}
+    blocks = [{"attention": linear, "mlp": given}, {"attention": given, "ffn": linear}]
+    spec = plan_of(
+        f"--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 {flags(*blocks)}"
+    ).derived.model_spec
+    first, second = (
+        [(one.weight, one.outputs, one.inputs) for one in layer.linears(64)] for layer in spec.layers
+    )
+    assert (first[0], second[-1]) == (("attention.linear", 64, 64), ("mlp.linear", 64, 64))
+    assert (len(first), len(second)) == (3, 3)
+    assert "1 with a linear layer as attention, 1 with a linear layer as MLP" in str(spec)
+
+
 def test_copies_of_heads_follow_the_layers_and_not_the_flag(plan_of):
     """No layer has the --num-query-groups that tensor ranks could not hold."""
     blocks = [{"attention": {"num_query_groups": 4}, "mlp": {}}] * 2
@@ -98,7 +112,8 @@ def broken(block):
         (broken({**FULL, "ffn": {}}), "block_configs[0] has mlp and ffn together"),
         (broken({**FULL, "moe": {"n": 1}}), 'block_configs[0].moe {"n": 1} is not supported'),
         (broken({"attention": {"window_length": 8}, "mlp": {}}), "block_configs[0].attention.window_length 8 is not supported"),
-        (broken({"attention": {}, "ffn": {"replace_with_linear": True}}), "block_configs[0].ffn.replace_with_linear is not supported"),
+        (broken({"attention": {}, "ffn": {"replace_with_linear": True, "no_op": True}}), "block_configs[0].ffn has no_op and replace_with_linear"),
+        (broken({"attention": {"replace_with_linear": 1}, "ffn": {}}), "block_configs[0].attention.replace_with_linear 1 is not true or false"),
         (broken({"attention": {"num_query_groups": 1.5}, "mlp": {}}), "block_configs[0].attention.num_query_groups 1.5 is not a whole number above 0"),
         (broken({"attention": {"n_heads_in_group": 3}, "mlp": {}}), "block_configs[0].attention.n_heads_in_group 3 does not divide --num-attention-heads 4"),
         (broken({"attention": {}, "mlp": {"ffn_hidden_size": 0}}), "block_configs[0].mlp.ffn_hidden_size 0 is not a whole number above 0"),

@@ -141,3 +141,19 @@ def test_a_restart_after_the_first_start_is_noted(plan_of):
         for note in notes
     )
     assert not any("does not resume" in note for note in notes)
+
+
+def test_the_cost_of_attention_logits_is_noted(plan_of):
+    """A window of w tokens has at most 2 w of the s pairs per two tokens that causal attention has."""
+    for flag, words in (("--qk-clip", "each pass,"), ("--log-max-attention-logit", "each pass,"),
+                        ("--qk-clip --recompute-granularity selective", "and again where the backward pass")):  # fmt: skip
+        plan = plan_of(flag)
+        (note,) = [note for note in plan.notes if "scores of attention once more" in note]
+        config, derived = plan.config, plan.derived
+        channels = config.model.num_layers * config.model.num_attention_heads * config.model.kv_channels
+        share = derived.tokens_per_iteration * channels * config.data.seq_length / derived.flops_per_iteration
+        assert note.startswith(flag.split()[0])
+        assert words in note
+        assert f" {100 * share:.1f} %" in note
+    narrow = plan_of("--qk-clip --window-size 4,0").notes
+    assert not any(f" {100 * share:.1f} %" in note for note in narrow if "once more" in note)

@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 
 from megatrain.config import Facts, parse, resolve
+from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.layer_times import share_of_tokens
 from megatrain.tools.plan.layouts import Layout, Workload, layouts
-from megatrain.tools.plan.linear_times import Fp8, Gemm
+from megatrain.tools.plan.linear_times import Fp8, Gemm, Times
 from megatrain.tools.plan.memory import estimated_bytes
 from megatrain.tools.plan.network import Group
 from megatrain.tools.plan.search import Run
@@ -79,7 +81,7 @@ def test_collectives_between_nodes_are_slower_and_share_the_adapters_of_a_node()
     assert across.all_gather(1e9) > 3 * inside.all_gather(1e9)
     assert Group(CLUSTER, 64).all_gather(1e9) < across.all_gather(1e9)
     assert inside.all_reduce(1e9) == pytest.approx(2 * inside.all_gather(1e9), rel=0.05)
-    assert Group(CLUSTER, 1).all_to_all(1e9) == 0
+    assert Group(CLUSTER, 1).all_to_all(1e9, 1e9) == 0
 
 
 def test_small_gemms_and_few_rows_per_expert_are_slow() -> None:
@@ -135,6 +137,27 @@ def test_an_all_gather_of_tokens_replaces_the_all_to_all_where_a_run_does_so() -
     waits = CLUSTER.rates.host_wait_seconds * 16 * 4  # layers, micro-batches
     assert slower - faster > waits
     assert estimated_bytes(workload, layout) > estimated_bytes(without, layout) + 5e9
+
+
+def test_node_limited_routing_sends_a_token_to_its_nodes_only() -> None:
+    """DeepSeek-V3: 8 of 256 experts, of 4 of 8 groups. A token has at most 4 copies for 8 nodes, and 7.4 for 64 ranks."""
+    limited = RouterSpec(num_experts=256, top_k=8, num_groups=8, group_top_k=4)
+    free = RouterSpec(num_experts=256, top_k=8)
+    assert 8 * share_of_tokens(limited, 8) == pytest.approx(4)
+    assert 64 * share_of_tokens(limited, 64) == pytest.approx(7.36, abs=0.01)
+    assert 8 * share_of_tokens(free, 8) == pytest.approx(5.3, abs=0.1)
+    assert share_of_tokens(limited, 1) == share_of_tokens(free, 1) == 1
+    group = Group(CLUSTER, 64)
+    forwarding = Group(dataclasses.replace(CLUSTER, has_deepep=True), 64)
+    assert group.all_to_all(1e6, 4e6) > 1.5 * forwarding.all_to_all(1e6, 4e6)
+
+
+def test_passes_that_run_together_take_the_longer_of_computing_and_sends() -> None:
+    times = Times(forward=3.0, backward=4.0, weight=1.0, sends=2.0, exposed_sends=0.5)
+    assert times.total == 8
+    assert times.together == 6.5
+    assert dataclasses.replace(times, sends=5.0).together == 5
+    assert (times + times).together == (times * 2).together == 13
 
 
 def test_overlapped_gemms_hide_the_collectives_of_tensor_ranks() -> None:

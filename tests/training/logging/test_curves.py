@@ -33,7 +33,7 @@ def test_names_are_megatrons() -> None:
     )  # fmt: skip
     found = iteration_scalars({**VALUES, **MEMORY}, logging, world_size=8)
     assert set(found) == {
-        "learning-rate", "batch-size", "lm loss", "grad-norm", "num-zeros", "params-norm", "samples vs steps",
+        "learning-rate", "batch-size", "lm loss", "grad-norm", "num-zeros", "params-norm", "max-attention-logit", "samples vs steps",
         "loss-scale", "world-size", "throughput", "iteration-time", "optimizer-time", "mem-allocated-bytes",
         "mem-reserved-bytes", "mem-max-allocated-bytes",
     }  # fmt: skip

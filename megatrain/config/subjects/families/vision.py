@@ -202,7 +202,8 @@ def frozen_parts_have_no_gradients(draft: Draft) -> Problems:
         return
     flag = "--freeze-LM" if vision.freeze_lm else "--freeze-ViT"
     others = [flag_of(path.split(".")[1]) for path in _WITHOUT_FREEZING if config.get(path)]
-    others += ["--optimizer muon"] if config.optimizer.optimizer == "muon" else []
+    if config.optimizer.has_matrices:
+        others.append(f"--optimizer {config.optimizer.optimizer}")
     if vision.freeze_lm and config.experts.num_experts:
         others.append("--num-experts")
     if vision.freeze_lm and draft.derived.transformer_impl != "local":
