@@ -6,6 +6,7 @@ PackContexts     packs of documents, each split over a group of its own (`parall
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.rotary import cos_sin_tables
 from megatrain.model.layer import RotaryEmbedding
 from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
@@ -65,8 +67,12 @@ class SampleContexts:
         def positions(rows: int) -> Tensor:
             return self.cp.positions(rows, torch.device("cpu")).to(self.device)
 
-        whole = positions(self.seq_length // self.cp.size)
-        return RotaryEmbedding(spec, head_dim, whole, self.dtype, positions if self.cp.size > 1 else None)
+        rope = RotaryEmbedding(spec, head_dim, positions(self.seq_length // self.cp.size), self.dtype)
+        if self.cp.size > 1:
+            rope.tables_of = functools.cache(
+                lambda rows: cos_sin_tables(spec, head_dim, positions(rows), dtype=self.dtype)
+            )
+        return rope
 
 
 class PackContexts(SampleContexts):

@@ -10,7 +10,6 @@ one kernel does this addition and the norm, unless dropout did it; branches of a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -115,18 +114,16 @@ class RotaryEmbedding(nn.Module):
     """RoPE over the first channels of each head; other channels pass unchanged.
 
     Args:
-        positions, positions_of: positions of this rank's rows, and of another number of rows (None: the first of them).
+        positions: positions of this rank's rows; without `tables_of`, shorter sequences use the first of them.
         dtype: dtype of the tables.
     """
 
-    def __init__(self, spec: RotarySpec, head_dim: int, positions: Tensor, dtype: torch.dtype,
-                 positions_of: Callable[[int], Tensor] | None = None) -> None:  # fmt: skip
+    tables_of: Callable[[int], tuple[Tensor, Tensor]] | None = None  # tables of other numbers of rows
+
+    def __init__(self, spec: RotarySpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
         self.tables = cos_sin_tables(spec, head_dim, positions, dtype=dtype)
         self.is_interleaved = spec.is_interleaved
-        self._tables_of = positions_of and functools.cache(
-            lambda count: cos_sin_tables(spec, head_dim, positions_of(count), dtype=dtype)
-        )
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a pointwise module)
         return functions.apply_rope(x, *self.rows(x.shape[0]), is_interleaved=self.is_interleaved)
@@ -139,8 +136,8 @@ class RotaryEmbedding(nn.Module):
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the tables of this number of rows."""
         cos, sin = self.tables
-        if self._tables_of is not None and count != len(cos):
-            return self._tables_of(count)
+        if self.tables_of is not None and count != len(cos):
+            return self.tables_of(count)
         return (cos, sin) if count == len(cos) else (cos[:count], sin[:count])
 
 
