@@ -67,11 +67,16 @@ class SampleContexts:
         def positions(rows: int) -> Tensor:
             return self.cp.positions(rows, torch.device("cpu")).to(self.device)
 
-        rope = RotaryEmbedding(spec, head_dim, positions(self.seq_length // self.cp.size), self.dtype)
-        if self.cp.size > 1:
-            rope.tables_of = functools.cache(
-                lambda rows: cos_sin_tables(spec, head_dim, positions(rows), dtype=self.dtype)
+        def tables(rows: int) -> tuple[Tensor, Tensor]:
+            return (
+                rope.tables
+                if rows == whole
+                else cos_sin_tables(spec, head_dim, positions(rows), dtype=self.dtype)
             )
+
+        whole = self.seq_length // self.cp.size
+        rope = RotaryEmbedding(spec, head_dim, positions(whole), self.dtype)
+        rope.tables_of = functools.cache(tables) if self.cp.size > 1 else None
         return rope
 
 

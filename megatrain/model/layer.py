@@ -118,12 +118,11 @@ class RotaryEmbedding(nn.Module):
         dtype: dtype of the tables.
     """
 
-    tables_of: Callable[[int], tuple[Tensor, Tensor]] | None = None  # tables of other numbers of rows
-
     def __init__(self, spec: RotarySpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
         self.tables = cos_sin_tables(spec, head_dim, positions, dtype=dtype)
         self.is_interleaved = spec.is_interleaved
+        self.tables_of: Callable[[int], tuple[Tensor, Tensor]] | None = None  # for any number of rows
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a pointwise module)
         return functions.apply_rope(x, *self.rows(x.shape[0]), is_interleaved=self.is_interleaved)
@@ -135,9 +134,7 @@ class RotaryEmbedding(nn.Module):
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the tables of this number of rows."""
-        cos, sin = self.tables
-        if self.tables_of is not None and count != len(cos):
-            return self.tables_of(count)
+        cos, sin = self.tables if self.tables_of is None else self.tables_of(count)
         return (cos, sin) if count == len(cos) else (cos[:count], sin[:count])
 
 
