@@ -34,7 +34,6 @@ STARTING: Final = _FOLDER / "starting.txt"
 _RULES: Final = {
     r"--num-layers \d+ is not divisible by --pipeline": "interleaved and uneven pipeline stages",
     r"--fp8-recipe mxfp8": "MXFP8, which needs Blackwell GPUs",
-    r"--experimental-attention-variant.* dsa": "sparse attention",
 }
 """Missing features that cause problems of rules."""
 

@@ -50,6 +50,7 @@ TRAINING_ORDER = (
     "planning",
     "debugging",
     "faults",
+    "tasks",
 )
 """Subfolders of training/: none imports a later one, also not by way of the other files of training."""
 MAX_FILE_LINES = 600

@@ -113,6 +113,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "first_k_dense_replace": 1, "n_group": 6, "topk_group": 4, "num_mtp_layers": 0,
          "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
     ),
+    "DeepSeek-V3.2": (
+        "DeepseekV32ForCausalLM",
+        {**LATENTS, "q_lora_rank": 20, "n_routed_experts": 24, "num_experts_per_tok": 8, "n_shared_experts": 1,
+         "first_k_dense_replace": 1, "n_group": 6, "topk_group": 4, "index_n_heads": 6, "index_head_dim": 12, "index_topk": 5,
+         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    ),
     "Nemotron-H": (
         "NemotronHForCausalLM",
         {**GQA, **MAMBA, "layers_block_type": [*_M, "mlp", "full_attention", *_M]},

@@ -275,10 +275,10 @@ class DistilledHead(Head):
 
     def _further_loss(
         self, normed: Tensor, x: Tensor, token_scale: Tensor, batch: Batch, info: PassInfo
-    ) -> Divergence | CachedDivergence | None:
+    ) -> Any:
         """Return the divergence of the logits for training; scales the cross-entropy to its weight."""
         if not info.is_training:
-            return None
+            return super()._further_loss(batch, info)
         vocab = VocabShard(self.tp.group, self._output().weight.shape[0], self.vocab_size)
         if self.distillation.cached is not None:
             targets = self.distillation.cached.targets(batch, info)

@@ -43,10 +43,10 @@ from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
 from megatrain.model.implementations.bias_sums import leave_sums_to_biases
-from megatrain.model.implementations.fake_quantized import FakeQuantizedBuilder
+from megatrain.model.implementations.fake_quantized import fake_quantized_builder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
-from megatrain.model.implementations.lora import LoraBuilder, freeze_base
+from megatrain.model.implementations.lora import freeze_base, lora_builder
 from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
 from megatrain.model.implementations.transformer_engine import TransformerEngineBuilder
 from megatrain.model.layer import (
@@ -198,9 +198,9 @@ def _new_builder(
 ) -> Callable[..., LocalBuilder]:
     """Return what makes the builder of a layer's modules, given the arguments of `LocalBuilder`."""
     if qat is not None:
-        return functools.partial(FakeQuantizedBuilder, format=qat)
+        return fake_quantized_builder(qat)
     if spec.lora is not None:
-        return functools.partial(LoraBuilder, lora=spec.lora)
+        return lora_builder(spec.lora)
     if implementation == "transformer_engine":
         return functools.partial(TransformerEngineBuilder, is_residual_fp32=spec.is_residual_fp32)
     return LocalBuilder

@@ -72,6 +72,7 @@ class Head(ShardedModule):
         self.tp, self.vocab_size = tp, spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
         self.z_loss_coeff, self.user_loss, self.dtype = spec.z_loss_coeff, user_loss, dtype
+        self.note_scores: Callable[[Batch, PassInfo], Any] | None = None
         self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_depths if spec.mtp is not None else 0.0
         if embedding is not None:
             self.tied_to = (embedding,)
@@ -132,9 +133,9 @@ class Head(ShardedModule):
             return scaled  # type: ignore[no-any-return]
         return scaled + self.binary(normed, batch, info) * scale  # type: ignore[no-any-return]
 
-    def _further_loss(self, *_: Any) -> Any:
-        """Return what a subclass trains besides: see `DistilledHead`; it may change the scale of the cross-entropy."""
-        return None
+    def _further_loss(self, *values: Any) -> Any:
+        """Return what a subclass trains besides, see `DistilledHead`, or what notes scores; it may change the scale of the cross-entropy."""
+        return None if self.note_scores is None else self.note_scores(*values[-2:])
 
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
         """Compute the logits of the tokenizer's ids, [s, b, v], for generation."""

@@ -114,9 +114,12 @@ class UpProjection(nn.Module):
 
     Args:
         is_gathered: latents of keys and values have the rows of whole samples on every rank.
+        has_query_norm: normalizes the latent of queries, if the model does.
     """
 
-    def __init__(self, spec: AttentionSpec, context: LayerContext, *, is_gathered: bool) -> None:
+    def __init__(
+        self, spec: AttentionSpec, context: LayerContext, *, is_gathered: bool, has_query_norm: bool = True
+    ) -> None:
         super().__init__()
         tp, rope, recompute, prefix = context.tp, context.rope_of(spec), context.recompute, context.name(spec)
         assert spec.latent is not None
@@ -128,7 +131,7 @@ class UpProjection(nn.Module):
 
         def linear(name: str, rank: int | None, *, is_gathered: bool = False) -> ColumnLinear:
             norm, one, builder = None, linears[name], context.builder
-            if rank is not None and spec.qk_norm == "latent":
+            if rank is not None and spec.qk_norm == "latent" and (has_query_norm or name == "kv_up"):
                 rows_tp = replace(tp, sequence_parallel=False) if is_gathered else tp
                 norm = norm_weights(
                     f"{prefix}.{name.removesuffix('_up')}_norm", rank, context.model.norm, rows_tp

@@ -99,7 +99,7 @@ class Mlp(nn.Module):
             fc1,
             context.branch_norm(spec),
             has_bias=spec.has_bias,
-            keeps_norm=context.recompute.has_part("mlp"),
+            keeps_norm=context.recompute.has_part("mlp") or context.recompute.mlp_rows is not None,
         )
         weights = context.row_weights(fc2, has_bias=spec.has_bias)
         self.fc2 = context.builder.activation_row_linear(spec, weights)

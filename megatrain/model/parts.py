@@ -14,7 +14,7 @@ from typing import Any, Final
 from torch import nn
 
 from megatrain.config.errors import ConfigError, MegatrainError
-from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.attention import AttentionSpec, SparseAttentionSpec
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
@@ -25,6 +25,8 @@ from megatrain.config.user_function import describe_line
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.families.replacement import Replacement
+from megatrain.model.families.sparse_attention import SparseAttention
+from megatrain.model.implementations.mlp_chunks import ChunkedMlp
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp
 from megatrain.model.layer_context import LayerContext
@@ -63,11 +65,14 @@ def _attention(spec: AttentionSpec, context: LayerContext) -> nn.Module:
 
 def _mlp(spec: MlpSpec, context: LayerContext) -> nn.Module:
     mlp = Mlp(spec, context)
+    if context.recompute.mlp_rows is not None:
+        return ChunkedMlp(mlp, context.recompute.mlp_rows)
     return RecomputedModule(mlp) if context.recompute.has_part("mlp") else mlp
 
 
 MODULES: Final[Mapping[type[Part], Callable[[Any, LayerContext], nn.Module]]] = {
     AttentionSpec: _attention,
+    SparseAttentionSpec: SparseAttention,
     LinearAttentionSpec: LinearAttention,
     MambaSpec: Mamba,
     MlpSpec: _mlp,

@@ -30,6 +30,8 @@ class Recompute:
     kind: Literal["none", "uniform", "block", "parts"] = "none"
     num_layers: int = 1
     """Layers of a chunk (uniform), or the first layers of a stage (block)."""
+    mlp_rows: int | None = None
+    """Most rows of the residual stream that a dense MLP computes at once: see `implementations/mlp_chunks.py`; None: all."""
     parts: tuple[str, ...] = ()
     """`core_attn`, `mlp`, `layernorm`; `mla_up_proj` with latents; `moe` and `shared_experts` with experts."""
 

@@ -58,7 +58,7 @@ class Signals:
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._catch(number)
-        os.register_at_fork(after_in_child=self._reset_in_child)
+        os.register_at_fork(after_in_child=self._reset_in_child)  # for good: see `__exit__`
         self.is_active = True
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         return self
@@ -73,6 +73,8 @@ class Signals:
         os.close(self._sender)
         self._thread.join()
         os.close(self._receiver)
+        # They belong to a run, whose model and process groups would stay with this object.
+        self._report, self.before_exit = None, lambda _code, _reason: None
 
     def become_requests(
         self, report: Callable[[str], None], *, before_exit: Callable[[int, str], None], also: int

@@ -14,11 +14,12 @@ from megatrain.config.errors import ConfigError, NoCheckpointError
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.export import HfExport
 from megatrain.interop.hf.joined import JoinedModel
+from megatrain.interop.hf.peft_adapters import PeftCheckpoint, peft_files
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
 from megatrain.interop.megatron.export import MegatronExport
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import whole_box
-from megatrain.storage.disk import Disk
+from megatrain.storage.disk import Disk, write_file
 from megatrain.storage.files import replace_file
 from megatrain.tools.checkpoint.rewrite import (
     DTYPE_NAMES,
@@ -59,6 +60,7 @@ def add_flags(commands: Any) -> None:
         ),
     }
     _add_combine_flags(directions)
+    _add_peft_flags(directions)
     parsers = {}
     for run, (text, source) in texts.items():
         name = run.__name__.replace("_", "-")
@@ -96,6 +98,31 @@ def add_flags(commands: Any) -> None:
         "--no-compare", action="store_true", help="do not load both models to compare their logits"
     )
     add_file_options(ours)
+
+
+def _add_peft_flags(directions: Any) -> None:
+    texts: dict[Callable[[argparse.Namespace], int], tuple[str, str, str, str]] = {
+        megatrain_to_peft: (
+            "write the adapters of --lora-rank as a folder that peft reads",
+            RUN_FOLDER,
+            "name or folder of transformers of the model that they adapt, for adapter_config.json (default: none)",
+            "MODEL",
+        ),
+        peft_to_megatrain: (
+            "write a folder of peft, with the model that it adapts, as a checkpoint of megatrain, to start from",
+            "folder that save_pretrained of peft wrote",
+            "folder of transformers of the model that it adapts",
+            "FOLDER",
+        ),
+    }
+    for run, (text, source, base, value) in texts.items():
+        name = run.__name__.replace("_", "-")
+        parser = add_command(
+            directions, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}."
+        )
+        parser.add_argument("source", metavar="PATH", help=source)
+        parser.add_argument("target", metavar="TARGET", help="folder to write to")
+        parser.add_argument("--base", metavar=value, required=run is peft_to_megatrain, help=base)
 
 
 def _add_combine_flags(directions: Any) -> None:
@@ -269,6 +296,35 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
             auto_class=export.family.auto_class,
         )
     print(compared)
+    return 0
+
+
+def megatrain_to_peft(arguments: argparse.Namespace) -> int:
+    """Write the adapters of a checkpoint as a folder of peft."""
+    target, disk = Path(arguments.target), Disk()
+    if target.exists():
+        raise ConfigError(f"{target} exists", fix="name a folder that does not exist yet")
+    with opened(Path(arguments.source)) as reader:
+        files = peft_files(reader, arguments.base)
+    num_bytes = sum(map(len, files.values()))
+    with temporary_folder(target, num_bytes, target, disk) as temporary:
+        for name, data in files.items():
+            write_file(disk, temporary / name, data)
+        disk.sync_folder(temporary)
+        disk.rename(temporary, target)
+    print(f"{target}: {', '.join(files)}, {size_text(num_bytes)}")
+    return 0
+
+
+def peft_to_megatrain(arguments: argparse.Namespace) -> int:
+    """Write a folder of peft and its base as a checkpoint of megatrain at iteration 0."""
+    target = Path(arguments.target)
+    reader = PeftCheckpoint(Path(arguments.source), HfCheckpoint(Path(arguments.base)))
+    write_checkpoint(reader, target, None)
+    print(
+        f"train the adapters on with --pretrained-checkpoint {target} --use-checkpoint-args {shlex.join(reader.flags)};"
+        " megatrain generate and megatrain-to-hf merge them"
+    )
     return 0
 
 

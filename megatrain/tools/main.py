@@ -35,6 +35,7 @@ COMMANDS: Final = {
         "report NaN, spikes, silence, missing saves and ends of runs to a webhook or Prometheus",
     ),
     "generate": ("generation.generate", "generate text from a checkpoint"),
+    "evaluate": ("generation.evaluate", "score multiple choice and cloze tasks with a checkpoint"),
     "serve": ("generation.serve", "serve completions of a checkpoint over HTTP"),
     "trace": ("trace", "print the table of a profiler trace"),
     "settings": ("settings", "print all settings, or the differences from Megatron-LM's flags"),

@@ -58,8 +58,9 @@ Columns = dict[str, list[float | None]]
 Evaluations = dict[str, list[tuple[int, float | None]]]
 """Iteration and value of each evaluation, by split or dataset."""
 _LOSSES = {"loss": "", "sop_loss": " sop"}
-_ACCURACIES = {"token_accuracy": " token", "sop_accuracy": " sop"}
-"""Values of an evaluation, with what follows the name of the split."""
+_ACCURACIES = {"token_accuracy": " token", "sop_accuracy": " sop", "accuracy": "", "accuracy_norm": " norm"}
+_BITS = {"bits_per_byte": ""}
+"""Values of an evaluation, with what follows the name of the split or task."""
 _MAX_INTEGER = 1 << 63
 _PATH_SETTINGS = ("checkpoint.save", "checkpoint.load", "logging.metrics_file")
 
@@ -88,7 +89,9 @@ class RunData:
     validations: Evaluations
     """Losses; the sentence-order loss of split or dataset NAME is `NAME sop`."""
     accuracies: Evaluations = field(default_factory=dict)
-    """Shares of right tokens, `NAME token`, and of right sentence orders, `NAME sop`."""
+    """Shares of right tokens, `NAME token`, of right sentence orders, `NAME sop`, and of documents of tasks, `NAME`, `NAME norm`."""
+    bits: Evaluations = field(default_factory=dict)
+    """Bits per byte."""
     settings: dict[str, Any] = field(default_factory=dict)
     """By path, such as `optimizer.lr`; empty without a valid config.yaml."""
     note: str | None = None
@@ -137,6 +140,7 @@ def read_run(path: Path, name: str) -> RunData:
         means=means,
         validations=validations,
         accuracies=_evaluations(evaluations, _ACCURACIES),
+        bits=_evaluations(evaluations, _BITS),
         settings=settings,
         note=note,
         summary=_summary(steps, validations, folder),

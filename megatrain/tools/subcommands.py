@@ -53,3 +53,10 @@ def duration(seconds: float) -> str:
     units = [("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60), ("s", whole % 60)]
     first = next((at for at, (_, count) in enumerate(units) if count), len(units) - 1)
     return " ".join(f"{count} {unit}" for unit, count in units[first : first + 2] if count) or "0 s"
+
+
+def at_least_one(text: str) -> int:
+    """Return a whole number of 1 or more, the type of an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of 1 or more")
+    return int(text)

@@ -365,15 +365,27 @@ def build_schedules(plan: Plan) -> HyperparamSchedules:
 
 def _recompute(plan: Plan) -> Recompute:
     """Return the parts that the plan recomputes in the backward pass."""
-    training = plan.config.training
+    training, mlp_rows = plan.config.training, _mlp_rows(plan)
     if training.recompute_granularity == "full":
         assert training.recompute_method is not None, "a rule asks for it"
-        return Recompute(kind=training.recompute_method, num_layers=training.recompute_num_layers or 1)
+        layers = training.recompute_num_layers or 1
+        return Recompute(kind=training.recompute_method, num_layers=layers, mlp_rows=mlp_rows)
     is_selective = training.recompute_granularity == "selective" or training.recompute_activations
     parts = (training.recompute_modules or ("core_attn",)) if is_selective else ()
     if training.recompute_norms:
         parts += ("layernorm",)
-    return Recompute(kind="parts", parts=parts) if parts else Recompute()
+    return Recompute(kind="parts" if parts else "none", parts=parts, mlp_rows=mlp_rows)
+
+
+def _mlp_rows(plan: Plan) -> int | None:
+    """Return the rows of a sequence of the full length that an MLP computes at once; None: all."""
+    config, chunks = plan.config, plan.config.training.mlp_chunks_for_training
+    parallel = config.parallel
+    if chunks == 1:
+        return None
+    rows = parallel.max_seqlen_per_dp_cp_rank or sample_length(config) // parallel.context_parallel_size
+    split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return -(-rows // (split * chunks))
 
 
 def _update_rule(plan: Plan) -> UpdateRule:

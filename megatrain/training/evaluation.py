@@ -8,24 +8,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from megatrain.config.errors import InputError
 from megatrain.config.subjects.data_plans import evaluations
+from megatrain.data.tokenizers.build import load_tokenizer
+from megatrain.data.tokenizers.byte_counts import token_byte_counts
 from megatrain.optim.averaged_weights import averaged_weights
-from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.batch import Batch
 from megatrain.parallel.collectives import all_reduce
 from megatrain.training.batches import EvaluationSet
 from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import NotFiniteError
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.losses import evaluation_sums, quotients
+from megatrain.training.tasks.passes import forward_passes
+from megatrain.training.tasks.scoring import TaskEvaluation
 from megatrain.training.training_run import TrainingRun
 
 
 def evaluate(
-    engine: Engine, batches: Sequence[Batch], num_samples: Sequence[int | None] | None = None
+    engine: Engine,
+    batches: Sequence[Batch],
+    num_samples: Sequence[int | None] | None = None,
+    byte_counts: Tensor | None = None,
 ) -> Tensor:
     """Return sums over the batch of all replicas, fp64: the dividends of `evaluation_sums`, then the divisors.
 
@@ -33,25 +42,18 @@ def evaluate(
 
     Args:
         num_samples: samples of each micro-batch before its padding; None: all.
+        byte_counts: bytes of each id, int64 [v]; adds the sums of bits per byte.
     """
     batches = engine.shard_batches(batches)
-    infos = [
-        PassInfo(
-            microbatch=number,
-            documents=batch.documents,
-            is_token=batch.is_token,
-            num_samples=samples,
-            is_training=False,
-        )
-        for number, (batch, samples) in enumerate(
-            zip(batches, num_samples or [None] * len(batches), strict=True)
-        )
-    ]
-    rows, trained, channels = engine.executor.hidden_shape
-    engine.executor.hidden_shape = rows, engine.plan.config.training.eval_micro_batch_size, channels
-    engine.executor.run(engine.pipeline.evaluation(engine.grid.pp.rank, len(batches)), batches, infos)
-    engine.executor.hidden_shape = rows, trained, channels
-    dividends, divisors = zip(*evaluation_sums(engine.model.spec.head).values(), strict=True)
+    infos = forward_passes(engine, batches, num_samples)
+    has_bytes = byte_counts is not None
+    if byte_counts is not None:
+        for info, batch in zip(infos, batches, strict=True):
+            if info.sums:
+                bytes_of_labels = byte_counts[batch.labels.clamp(0, len(byte_counts) - 1)]
+                info.sums["bytes"] = (bytes_of_labels * batch.loss_mask.double()).sum()
+    sums = evaluation_sums(engine.model.spec.head, has_bytes=has_bytes)
+    dividends, divisors = zip(*sums.values(), strict=True)
     return engine.sum_over_ranks(infos, [*dividends, *divisors])
 
 
@@ -71,6 +73,18 @@ class Evaluation:
         self.log, self.progress, self.saves, self.stop = run.log, run.progress, run.saves, run.stop
         self.garbage = garbage
         self.schedule = evaluations(run.plan)
+        training = run.plan.config.training
+        self.tasks = TaskEvaluation(run.engine) if training.eval_tasks else None
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether an evaluation of samples or tasks follows this iteration."""
+        return self.schedule.is_due(iteration) or self._has_tasks(iteration)
+
+    def _has_tasks(self, iteration: int) -> bool:
+        interval = self.plan.config.training.eval_tasks_interval
+        is_at_interval = interval is not None and iteration > 0 and iteration % interval == 0
+        is_due = is_at_interval or (interval is None and self.schedule.is_due(iteration))
+        return self.tasks is not None and (is_due or iteration >= self.plan.derived.train_iters)
 
     def run_if_due(self) -> str | None:
         """Evaluate if this iteration asks for it; return the reason to stop if the evaluation is incomplete.
@@ -78,20 +92,22 @@ class Evaluation:
         Raises:
             NotFiniteError: see `run`; the evaluation is pending, so that a resumed run repeats it.
         """
-        if not self.schedule.is_due(self.progress.iteration):
+        iteration = self.progress.iteration
+        if not self.is_due(iteration):
             return None
-        is_last = self.progress.iteration >= self.plan.derived.train_iters
+        has_samples, is_last = self.schedule.is_due(iteration), iteration >= self.plan.derived.train_iters
+        splits = ("valid", "test") if is_last else ("valid",)
         self.progress.is_evaluation_pending = True
         with self.garbage.evaluation():
-            reason = self.run(("valid", "test") if is_last else ("valid",))
+            reason = self.run(splits if has_samples else (), has_tasks=self._has_tasks(iteration))
         self.log.restart_clock()
         self.progress.is_evaluation_pending = reason is not None
-        if reason is None and self.plan.derived.requested_valid_samples is not None:
+        if reason is None and has_samples and self.plan.derived.requested_valid_samples is not None:
             self.progress.consumed_valid_samples += self.schedule.samples
         return reason
 
-    def run(self, splits: tuple[str, ...]) -> str | None:
-        """Log the values of these splits once all are complete; return the reason to stop if they are not.
+    def run(self, splits: tuple[str, ...], *, has_tasks: bool = True) -> str | None:
+        """Log the values of these splits, and the scores of tasks, once all are complete; return the reason to stop if they are not.
 
         Raises:
             NotFiniteError: on all ranks; a loss is infinite or NaN.
@@ -106,12 +122,24 @@ class Evaluation:
                     if reason is not None:
                         return reason
                     found[evaluation_set] = values
+            of_tasks: dict[str, dict[str, float]] = {}
+            if self.tasks is not None and has_tasks:
+                of_tasks, reason = self.tasks.run(self._reason_to_stop)
+                if reason is not None:
+                    return reason
             for evaluation_set, values in found.items():
                 self.log.log_evaluation(
                     name=evaluation_set.name,
                     split=evaluation_set.split,
                     dataset=evaluation_set.dataset,
                     values=values,
+                    iteration=self.progress.iteration,
+                    consumed_samples=self.progress.consumed_train_samples,
+                )
+            for name, values in of_tasks.items():
+                self.log.log_task(
+                    name,
+                    values,
                     iteration=self.progress.iteration,
                     consumed_samples=self.progress.consumed_train_samples,
                 )
@@ -130,7 +158,7 @@ class Evaluation:
         consumed = self.progress.consumed_valid_samples if continues else 0
         samples_per_pass = self.plan.config.training.eval_micro_batch_size * self.ranks.grid.dp.size
         per_batch = self.plan.derived.num_eval_microbatches
-        names = evaluation_sums(self.engine.model.spec.head)
+        names = evaluation_sums(self.engine.model.spec.head, has_bytes=self._byte_counts is not None)
         sums = torch.zeros(2 * len(names), dtype=torch.float64, device=self.ranks.device)
         for done in range(0, evaluation_set.num_microbatches, per_batch):
             reason = self._reason_to_stop()
@@ -139,8 +167,31 @@ class Evaluation:
             count = min(per_batch, evaluation_set.num_microbatches - done)
             start = consumed + done * samples_per_pass
             batches = evaluation_set.batches.microbatches(start, count)
-            sums += evaluate(self.engine, batches, evaluation_set.num_samples(start, count))
-        return dict(zip(names, quotients(sums).tolist(), strict=True)), None
+            sums += evaluate(
+                self.engine, batches, evaluation_set.num_samples(start, count), self._byte_counts
+            )
+        values = dict(zip(names, quotients(sums).tolist(), strict=True))
+        if "bits_per_byte" in values:
+            values["bits_per_byte"] /= math.log(2)
+        return values, None
+
+    @cached_property
+    def _byte_counts(self) -> Tensor | None:
+        """Bytes of each id of the vocabulary on all ranks, from rank 0: int64 [v]; None: bits per byte are not known."""
+        training = self.plan.config.training
+        if self.engine.model.spec.head.has_accuracy or training.loss is not None:
+            return None  # of a family that predicts some tokens, or a loss that is no cross-entropy
+        counts = torch.zeros(self.plan.derived.vocab_size, dtype=torch.int64, device=self.ranks.device)
+        if self.ranks.is_main:
+            try:
+                known = token_byte_counts(load_tokenizer(self.plan.config.tokenizer))
+            except InputError as error:
+                known = None
+                self.ranks.console.print(f"> no bits per byte: {error.problems[0].text}")
+            if known is not None:
+                counts[: len(known)] = torch.tensor(known)
+        counts = all_reduce(counts, self.ranks.grid.world)
+        return counts if bool(counts.any()) else None
 
     def _reason_to_stop(self) -> str | None:
         """Return the reason to stop during an evaluation, or None; commit a pending save that all ranks have written.

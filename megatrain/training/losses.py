@@ -40,9 +40,15 @@ def loss_names(model: Model) -> tuple[str, ...]:
     return (*of_model, *(f"mtp_{k}_{kind}" for kind in ("lm_loss", "tokens") for k in depths))
 
 
-def evaluation_sums(head: HeadSpec) -> dict[str, tuple[str, str]]:
-    """Return the sums whose quotient is each value of an evaluation, by the value's name in `metrics.jsonl`."""
+def evaluation_sums(head: HeadSpec, *, has_bytes: bool = False) -> dict[str, tuple[str, str]]:
+    """Return the sums whose quotient is each value of an evaluation, by the value's name in `metrics.jsonl`.
+
+    Args:
+        has_bytes: the bytes of labels are known. The quotient of `bits_per_byte` is in nats.
+    """
     found = {"loss": ("lm_loss", "tokens")}
+    if has_bytes:
+        found["bits_per_byte"] = ("lm_loss", "bytes")
     if head.is_binary:
         found |= {"sop_loss": ("sop_loss", "tokens"), "sop_accuracy": ("sop_hits", "samples")}
     if head.has_accuracy:

@@ -112,12 +112,13 @@ class Routers:
         """Iterations since each expert had a token, [layers, experts]."""
         self._is_expert = torch.arange(max_experts, device=device) < self._num_experts[:, None]
         coefficients = [dict(spec.losses) | {"z_loss": spec.z_loss_coeff} for spec in self.specs.values()]
+        self._has_indexers = model.spec.trains_indexers
         self.loss_names = [name for name in _LOSS_NAMES if any(layer.get(name) for layer in coefficients)]
 
     @property
     def have_losses(self) -> bool:
-        """Routers add to the loss of the step."""
-        return bool(self.loss_names)
+        """Routers, or indexers of sparse attention, add to the loss of the step."""
+        return bool(self.loss_names) or self._has_indexers
 
     def collect(self, infos: Sequence[PassInfo]) -> None:
         """Sum the metrics of a step's passes over micro-batches and ranks; all ranks call it."""

@@ -204,6 +204,17 @@ class RunLog:
         self._ranks.console.print(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
         self._callbacks.call("on_evaluation", metrics)
 
+    def log_task(
+        self, name: str, values: Mapping[str, float], *, iteration: int, consumed_samples: int
+    ) -> None:
+        """Log the metrics of a task of --eval-tasks, which are named as in `metrics.jsonl`."""
+        metrics = {"iteration": iteration, "validation": name, **values}
+        self._write_metrics(metrics)
+        scalars = evaluation_scalars(values, self._config.logging, split="task", dataset=name)
+        self._write_curves(scalars, iteration, consumed_samples)
+        self._ranks.console.print(evaluation_line(f"task {name} at iteration {iteration}", values))
+        self._callbacks.call("on_evaluation", metrics)
+
     def flush(self) -> None:
         """Write all lines and points to disk. Called before each checkpoint: a run that resumes from it does not write earlier ones again."""
         if self._metrics is not None:

@@ -265,7 +265,7 @@ class Trainer:
             iteration >= self.plan.derived.train_iters
             or self._is_save_due(iteration)
             or _divides(self.plan.config.training.check_weight_hash_across_dp_replicas_interval, iteration)
-            or evaluation.schedule.is_due(iteration)
+            or evaluation.is_due(iteration)
             or stop.is_interval_over(iteration)
         )
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from megatrain.optim.loss_scale import DynamicLossScaler
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
-from megatrain.tools.worker_pool import WorkerPool
+from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.build import build_schedules
 from megatrain.training.losses import Losses
 
@@ -122,6 +123,26 @@ def test_muon_resumes_under_another_layout(pool: WorkerPool, whole: UnbrokenRuns
     for line, expected in zip(metrics(tmp_path), metrics(whole[name]), strict=True):
         if "lm_loss" in expected:
             assert line["lm_loss"] == pytest.approx(expected["lm_loss"], rel=3e-3)
+
+
+@pytest.mark.nightly
+def test_packs_of_a_run_that_is_killed_at_random_moments_are_those_of_an_unbroken_one(
+    pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path
+) -> None:
+    name, chance, num_kills = "packs on groups of four", random.Random(0), 0
+    world_size, run = RUNS[name]
+    while num_kills < 3:
+        try:
+            seconds = chance.uniform(0.2, 4)
+            pool.run(world_size, train_here, [*run.split(), *folder_flags(tmp_path)], seconds)
+        except WorkerError:
+            num_kills += 1
+            continue
+        break
+    assert num_kills
+    assert train(pool, name, tmp_path) == {0}
+    assert metrics(tmp_path) == metrics(whole[name])
+    assert hashes(tmp_path) == hashes(whole[name])
 
 
 @pytest.mark.nightly

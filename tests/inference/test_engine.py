@@ -92,10 +92,10 @@ def test_the_end_of_a_document_ends_a_completion() -> None:
 
 
 def test_texts_that_end_during_passes_of_others_have_no_token_too_many() -> None:
-    """Every token is the end of documents once: texts end at any pass, while the next one already runs."""
+    """Every third token is the end of documents once: texts end at any pass, while the next one already runs."""
     wanted = [(prompt, Sampling(max_new_tokens=12, temperature=0)) for prompt in PROMPTS]
     whole = [one.tokens for one in run(Engine(cached("llama", per_pass=40), ()), wanted)]
-    for end in {token for tokens in whole for token in tokens}:
+    for end in sorted({token for tokens in whole for token in tokens})[::3]:
         found = run(Engine(cached("llama", per_pass=40), (end,)), wanted)
         for one, tokens in zip(found, whole, strict=True):
             expected = tokens[: tokens.index(end) + 1] if end in tokens else tokens

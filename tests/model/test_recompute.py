@@ -5,20 +5,22 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from everyday import one_in
 
+from megatrain.model.implementations.mlp_chunks import ChunkedMlp
 from megatrain.model.recompute import discarded
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import OPTIONS, Layout
 
 
-def run(recompute: str, model: str) -> tuple[torch.Tensor, int]:
+def run(recompute: str, model: str, *flags: str) -> tuple[torch.Tensor, int]:
     """Return the gradients, and the number of bytes that forward passes save (recomputed parts save theirs separately)."""
     layout = Layout.of(f"{recompute} {model}")
-    engine = engine_of(tiny_plan(layout, 1), 0)
+    engine = engine_of(tiny_plan(layout, 1, *flags), 0)
     kept = 0
 
     def count(x: torch.Tensor) -> torch.Tensor:
@@ -34,8 +36,8 @@ def run(recompute: str, model: str) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize("model", one_in(2, ["llama", "gpt2"]))
 def test_gradients_are_the_same_bits_and_less_is_saved(model: str) -> None:
     expected, all_of_it = run("norecompute", model)
-    of_experts = {"recomputemoe", "recomputeshared"}
-    found = {name: run(name, model) for name in OPTIONS["recomputation"] if name not in of_experts}
+    others = {"recomputemoe", "recomputeshared", "chunkedmlp"}
+    found = {name: run(name, model) for name in OPTIONS["recomputation"] if name not in others}
     for name in ("block", "selective", "recomputenorms"):
         assert torch.equal(found[name][0], expected), name
     chunked = found["uniform"][0]  # chunks are segments, so parameters have another order
@@ -44,6 +46,25 @@ def test_gradients_are_the_same_bits_and_less_is_saved(model: str) -> None:
     assert kept["uniform"] < kept["selective"] < all_of_it
     assert kept["uniform"] < kept["block"] < all_of_it
     assert kept["uniform"] < kept["recomputenorms"] < all_of_it
+
+
+@pytest.mark.parametrize("recompute", ["norecompute", "selective", "block"])
+def test_an_mlp_in_chunks_of_tokens_equals_the_whole(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over the chunks of an fp64 gradient round differently; a recomputed layer computes each chunk only where it is needed."""
+    calls: list[int] = []
+    whole = ChunkedMlp.linears
+
+    def counted(mlp: ChunkedMlp, residual: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(len(residual))
+        return whole(mlp, residual, *rest)
+
+    monkeypatch.setattr(ChunkedMlp, "linears", counted)
+    expected, _ = run(recompute, "llama")
+    assert not calls
+    found, _ = run(recompute, "llama", "--mlp-chunks-for-training", "3")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14 * expected.abs().max().item())
+    passes = 4 * len(list(local_batches(0, Layout.of(f"{recompute} llama"), 0)))  # of four layers
+    assert calls == [8] * 3 * 2 * passes  # 24 tokens, in a forward pass and once in the backward pass
 
 
 @pytest.mark.parametrize("model", one_in(2, ["mla", "mlav2"]))

@@ -1,4 +1,4 @@
-"""Planted faults of multi-latent attention, each with the layout in which parity must find it."""
+"""Planted faults of multi-latent and sparse attention, each with the layout in which parity must find it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatrain.model import latent_attention, layer_context
+from megatrain.model.families import sparse_attention
 from megatrain.model.implementations.local import LocalNorm
 from megatrain.model.layouts import replicated_layout
 from megatrain.parallel.collectives import reduce_scatter
@@ -50,6 +51,11 @@ def _gathered_gradients_summed() -> AbstractContextManager[Any]:
     return mock.patch("megatrain.parallel.context.latent_context._local_rows", reduce_scatter)
 
 
+def _probabilities_of_local_heads() -> AbstractContextManager[Any]:
+    """Let the indexer of each tensor rank learn from its own heads."""
+    return mock.patch.object(sparse_attention, "all_reduce", lambda x, _group: x)
+
+
 LATENT_FAULTS: dict[str, tuple[Patch, str]] = {
     "latent norm skipped on one rank": (_latent_norms_skipped, "tp2 mla"),
     "rotary channels of keys not shared over the heads of all ranks": (_rotary_keys_per_rank, "tp2 mla"),
@@ -58,5 +64,7 @@ LATENT_FAULTS: dict[str, tuple[Patch, str]] = {
         _gathered_gradients_summed,
         "tp2 sp cp2 allgather mla",
     ),
+    "gradient of the indexer summed over tensor ranks": (_gathered_gradients_summed, "tp2 sp dsa"),
+    "indexer learns from the heads of one rank": (_probabilities_of_local_heads, "tp2 dsa"),
 }
 """Context manager and layout of each fault."""

@@ -4,7 +4,7 @@ import pytest
 
 from megatrain.config import ConfigError
 from megatrain.config.schema.tree import settings
-from megatrain.tools.parity.features import NUMBER_FORMATS, OPTIONS, PACKS
+from megatrain.tools.parity.features import ADAPTERS, NUMBER_FORMATS, OPTIONS, PACKS
 from megatrain.tools.parity.measure import tiny_plan
 from megatrain.tools.parity.rows import Layout, is_row
 
@@ -66,14 +66,16 @@ def test_every_choice_is_in_the_table_or_excluded(section):
         for setting in settings()
         if setting.section == section and (setting.choices or setting.kind is bool)
     }
-    varied = {path for option in (*OPTIONS, PACKS, *NUMBER_FORMATS) for path in option.settings}
+    varied = {path for option in (*OPTIONS, PACKS, ADAPTERS, *NUMBER_FORMATS) for path in option.settings}
     excluded = {path for path in EXCLUDED if path.startswith(f"{section}.")}
     assert choices - varied == excluded, "add a Feature to tools/parity/features.py, or a reason here"
 
 
 def test_options_name_existing_settings():
     known = {setting.path for setting in settings()} | {"derived.data_parallel_size"}
-    assert {path for option in (*OPTIONS, PACKS, *NUMBER_FORMATS) for path in option.settings} <= known
+    assert {
+        path for option in (*OPTIONS, PACKS, ADAPTERS, *NUMBER_FORMATS) for path in option.settings
+    } <= known
 
 
 def _usual(option):
@@ -82,7 +84,7 @@ def _usual(option):
 
 WORDS = [
     (option, word)
-    for option in (*OPTIONS, PACKS, *NUMBER_FORMATS)
+    for option in (*OPTIONS, PACKS, ADAPTERS, *NUMBER_FORMATS)
     for word in option.words()
     if word != _usual(option)
 ]
@@ -125,6 +127,7 @@ def _values(option, layout):
 
 REFUSED = {
     ("zero0", "instances"): "dp2 instances2",
+    ("chunkedmlp", "tpoverlap"): "tp2 sp tpoverlap chunkedmlp",
     ("zbh1", "moeoverlap"): "pp2 zbh1 dp2 mixtral ep2 moeoverlap",
     ("zbv", "moeoverlap"): "pp2 zbv dp2 mixtral ep2 moeoverlap",
     ("muon", "offload"): "muon offload",

@@ -299,7 +299,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 def test_every_curve_has_a_chart(tmp_path: Path) -> None:
     text = page([read_run(make_run(tmp_path), "run")])
     charts = set(re.findall(r'\{ name: "(\w+)", title:', text))
-    assert charts == {*CURVES, *ROUTER_CURVES, "validations", "accuracies"}
+    assert charts == {*CURVES, *ROUTER_CURVES, "validations", "accuracies", "bits"}
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")

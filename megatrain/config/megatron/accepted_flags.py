@@ -58,6 +58,11 @@ ACCEPTED_FLAGS: Final = (
         "the scan of Mamba-2 saves the states that its backward pass reads", "--disable-mamba-mem-eff-path"
     ),
     accepted("the states of Mamba-2 are in fp32", "--mamba-training-ssm-states-dtype=fp32|float32"),
+    accepted(
+        "the indexer of sparse attention is not rotated: an orthogonal matrix changes none of its scores, so only rounding differs",
+        "--no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation",
+    ),
+    accepted("norms are always computed in fp32", "--dsa-indexer-k-norm-fp32"),
     # Experts
     accepted(
         "expert GEMMs are always grouped in bf16, and run one by one in other dtypes",

@@ -29,6 +29,7 @@ ANSWERS: Final = (
 )
 
 ALIASES: Final[Mapping[str, Alias]] = {
+    "--disable-dsa-indexer-scoring-relu": Alias("model.dsa_indexer_scoring_relu", "false"),
     "--disable-flight-recorder-dump-on-timeout": Alias("resilience.flight_recorder_dump_on_timeout", "false"),
     "--disable-flight-recorder-extra-dump-on-exec": Alias(
         "resilience.flight_recorder_extra_dump_on_exec", "false"
@@ -55,7 +56,6 @@ ALIASES: Final[Mapping[str, Alias]] = {
 UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--non-persistent-ckpt-type": ("in_memory",),
     "--dataloader-type": ("external",),
-    "--experimental-attention-variant": ("dsa",),
     "--exp-avg-dtype": ("fp16", "fp8"),
     "--exp-avg-sq-dtype": ("fp16", "fp8"),
     "--fp4-recipe": ("custom",),

@@ -58,12 +58,9 @@ UNSUPPORTED_FLAGS: Final = (
         "--gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute= --gdp-num-householder=",
     ),
     missing(
-        "sparse attention is not supported",
-        "--dsa-indexer-head-dim= --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32"
-        " --dsa-indexer-loss-coeff= --dsa-indexer-n-heads= --dsa-indexer-rope-interleaved"
-        " --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu"
-        " --disable-dsa-indexer-scoring-relu --dsa-indexer-skip-topk-offset= --dsa-indexer-topk="
-        " --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=none",
+        "sharing selected keys between layers, and other kernels of sparse attention, are not supported",
+        "--dsa-indexer-skip-topk-offset=0 --dsa-indexer-topk-freq=1 --dsa-kernel-backend=none",
+        instead="remove the flag; every layer selects its keys, by plain operators",
     ),
     missing(
         "this position embedding is not supported",
@@ -121,7 +118,7 @@ UNSUPPORTED_FLAGS: Final = (
         "choosing this kernel is not supported",
         "--flash-attention-version= --use-kitchen-attention --kitchen-attention-backend="
         " --disable-bf16-reduced-precision-matmul --batch-invariant-backend="
-        " --batch-invariant-mode --mlp-chunks-for-training=1",
+        " --batch-invariant-mode",
     ),
     # Optimizer and schedule
     missing(

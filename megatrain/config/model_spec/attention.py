@@ -1,4 +1,7 @@
-"""Self-attention with grouped queries, or with latents (multi-latent attention): causal, or to all tokens of a sample."""
+"""Self-attention with grouped queries, or with latents (multi-latent attention): causal, to all tokens of a sample, or to selected keys.
+
+Source of selected keys (DeepSeek sparse attention, DSA): DeepSeek-V3.2-Exp, section 2.1.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from megatrain.config.model_spec.relative_positions import RelativePositionSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 
 _HEADS = "--num-attention-heads, --kv-channels, --num-query-groups, --tensor-model-parallel-size"
+_INDEXER_FLAGS = "--dsa-indexer-n-heads, --dsa-indexer-head-dim"
+_INDEXER = "self_attention.core_attention.indexer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,7 @@ class AttentionSpec(Part):
         """With a causal mask the half of all pairs; see `Part`."""
         return self.num_heads * (self.head_dim + self.v_head_dim) * (1 if self.mask == "causal" else 2)
 
-    def cache_sizes(self, num_ranks: int) -> CacheSizes:
+    def cache_sizes(self, num_ranks: int) -> CacheSizes | None:
         """With latents, one row for all heads: the latent and the rotary channels of keys. An encoder keeps nothing."""
         if self.mask == "padding":
             return CacheSizes()
@@ -110,6 +115,66 @@ class AttentionSpec(Part):
         return Piece(
             name, groups * head_dim, groups, what, is_copied=True, unit="query groups", path="model.num_query_groups"
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """The indexer: few narrow heads whose scores select keys. A query and a key have one score for all heads of attention."""
+
+    num_heads: int
+    head_dim: int
+    """Channels of its heads; the first of them have RoPE."""
+    top_k: int
+    """Keys that a query attends to."""
+    norm_epsilon: float
+    """Epsilon of the LayerNorm of its keys."""
+    loss_coeff: float = 0.0
+    """Factor of the divergence of its scores from the attention probabilities; 0: it is not trained."""
+    has_sparse_loss: bool = False
+    """The loss compares the selected keys alone."""
+    is_interleaved: bool = False
+    """Adjacent channels form a pair of RoPE."""
+    has_relu: bool = True
+    """Products of a head's queries and keys below 0 count as 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttentionSpec(AttentionSpec):
+    """Latent attention to selected keys."""
+
+    needs_whole_samples: ClassVar[bool] = True
+
+    indexer: IndexerSpec
+
+    def linears(self, hidden_size: int) -> Iterator[Linear]:
+        """Yield those of latent attention, then of the indexer, which each tensor rank has whole."""
+        assert self.latent is not None
+        yield from super().linears(hidden_size)
+        indexer, rank = self.indexer, self.latent.query_rank
+        queries = Piece("index_q", indexer.num_heads * indexer.head_dim)
+        yield Linear(
+            part="attention", pieces=(queries,), inputs=hidden_size if rank is None else rank, split="none",
+            reads="hidden states" if rank is None else "the latent of queries", writes="queries of the indexer",
+            flags=_INDEXER_FLAGS, modules=(f"{_INDEXER}.linear_wq_b",),
+        )  # fmt: skip
+        pieces = Piece("index_k", indexer.head_dim), Piece("index_weights", indexer.num_heads)
+        yield Linear(
+            part="attention", pieces=pieces, inputs=hidden_size, split="none", reads="hidden states",
+            writes="keys and weights of the indexer", flags=_INDEXER_FLAGS,
+            modules=(f"{_INDEXER}.linear_wk", f"{_INDEXER}.linear_weights_proj"),
+        )  # fmt: skip
+
+    def other_weights(self, hidden_size: int) -> int:
+        return super().other_weights(hidden_size) + 2 * self.indexer.head_dim
+
+    @property
+    def pair_channels(self) -> int:
+        """Attention computes the scores of all keys, and so does the indexer."""
+        return super().pair_channels + self.indexer.num_heads * self.indexer.head_dim
+
+    def cache_sizes(self, num_ranks: int) -> CacheSizes | None:  # noqa: ARG002
+        """No cache has the indexer's keys."""
+        return None
 
 
 def _of_heads(name: str, heads: int, head_dim: int, what: str) -> Piece:

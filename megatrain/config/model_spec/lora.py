@@ -6,6 +6,7 @@ B  decoder.layers.0.attention.q.lora_b.weight [o, rank]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -37,6 +38,8 @@ class LoraSpec:
     rank: int
     alpha: float
     modules: tuple[LoraModule, ...]
+    dropout: float = 0.0
+    """Probability with which an input of an adapter is dropped in training."""
 
     @property
     def scale(self) -> float:
@@ -47,6 +50,16 @@ class LoraSpec:
         """Return whether a weight, by its canonical name, has an adapter."""
         ends = tuple(f".{name}.weight" for module in self.modules for name in _TENSORS[module])
         return weight.endswith(ends)
+
+
+def modules_with(weights: Sequence[str]) -> tuple[LoraModule, ...]:
+    """Return the linear layers, by the names of transformers, that have one of these weights."""
+    theirs = {module: names for module, names in _TENSORS.items() if not module.startswith("linear_")}
+    return tuple(
+        module
+        for module, (name,) in theirs.items()
+        if any(one.endswith(f".{name}.weight") for one in weights)
+    )
 
 
 def adapter_names(weight: str) -> tuple[str, str]:

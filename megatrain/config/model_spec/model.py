@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.attention import AttentionSpec, SparseAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.head import HeadSpec
@@ -177,6 +177,12 @@ class ModelSpec:
             for number, layer in enumerate(self.all_layers)
             if layer.experts is not None
         }
+
+    @property
+    def trains_indexers(self) -> bool:
+        """Some layer has sparse attention whose indexer adds to the loss."""
+        parts = (part for layer in self.all_layers for part in layer.parts)
+        return any(isinstance(part, SparseAttentionSpec) and part.indexer.loss_coeff > 0 for part in parts)
 
     @property
     def routers_by_name(self) -> dict[str, RouterSpec]:

@@ -24,6 +24,7 @@ _LINEAR = either(
     contains("model.hybrid_layer_pattern", "G"),
     words="without --experimental-attention-variant gated_delta_net",
 )
+_SPARSE = one_of("model.experimental_attention_variant", "dsa")
 _ROPE = either(_LATENTS, one_of("model.position_embedding_type", "rope", "yarn"), words="without RoPE")
 _NO_YARN = either(
     _LATENTS, none_of("model.position_embedding_type", "yarn"), words="with --position-embedding-type yarn"
@@ -168,10 +169,30 @@ class ModelConfig(Section, on_resume=SHAPE):
         0.0, on_resume=FUNCTION, needs=on("model.swiglu", "model.geglu", "model.quick_geglu")
     )
     """GLU offset: act(gate) * (up + offset)."""
-    experimental_attention_variant: Literal["gated_delta_net", "gdn", "gdn2"] | None = setting(
-        None, conflicts=_excludes_latents("linear attention replaces attention by heads")
+    experimental_attention_variant: Literal["gated_delta_net", "gdn", "gdn2", "dsa"] | None = setting(
+        None,
+        conflicts=_excludes_latents(
+            "linear attention replaces attention by heads",
+            when=one_of("model.experimental_attention_variant", "gated_delta_net", "gdn", "gdn2"),
+        ),
     )
-    """Linear attention in the layers that --linear-attention-freq selects: gated delta net, under two names, or its second variant (gdn2), whose decay and gates are per channel; in a hybrid, that of layers G."""
+    """Linear attention in the layers that --linear-attention-freq selects: gated delta net, under two names, or its second variant (gdn2), whose decay and gates are per channel; in a hybrid, that of layers G. Or DeepSeek sparse attention (dsa) in all layers: latent attention to the keys that an indexer selects for each query."""
+    dsa_indexer_n_heads: int = setting(64, at_least=1, needs=_SPARSE)
+    """Sparse attention: heads of the indexer."""
+    dsa_indexer_head_dim: int = setting(128, at_least=1, needs=_SPARSE)
+    """Sparse attention: channels per head of the indexer."""
+    dsa_indexer_topk: int = setting(2048, at_least=1, unit="tokens", on_resume=FUNCTION, needs=_SPARSE)
+    """Sparse attention: keys that a query attends to."""
+    dsa_indexer_loss_coeff: float = setting(0.0, at_least=0, on_resume=FUNCTION, needs=_SPARSE)
+    """Sparse attention: factor of the divergence of the indexer's scores from the attention probabilities. 0: the indexer is not trained."""
+    dsa_indexer_use_sparse_loss: bool = setting(False, on_resume=FUNCTION, needs=_SPARSE)
+    """Sparse attention: the divergence is that of the selected keys alone."""
+    dsa_indexer_k_norm_epsilon: float | None = setting(None, above=0, on_resume=FUNCTION, needs=_SPARSE)
+    """Sparse attention: epsilon of the LayerNorm of the indexer's keys. none: --norm-epsilon."""
+    dsa_indexer_rope_interleaved: bool = setting(False, on_resume=FUNCTION, needs=_SPARSE)
+    """Sparse attention: adjacent channels of the indexer's heads form a pair of RoPE; otherwise channels of both halves."""
+    dsa_indexer_scoring_relu: bool = setting(True, on_resume=FUNCTION, needs=_SPARSE)
+    """Sparse attention: products of the indexer's queries and keys below 0 count as 0."""
     linear_attention_freq: str | None = setting(None, joins_words=True, needs=_LINEAR)
     """Layers with linear attention: a number N for all but every Nth layer, or a list such as [1]*3+[0] with 1 for these layers."""
     linear_conv_kernel_dim: int = setting(4, at_least=1, needs=_LINEAR)

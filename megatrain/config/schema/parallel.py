@@ -111,7 +111,9 @@ class ParallelConfig(Section, on_resume=SAFE):
             one_of("training.device", "cuda", words="on a CPU: communication and products take turns there"),
             costly(
                 off(
-                    "precision.fp8_format", words="in linear layers of {}, which wait for their communication"
+                    "precision.fp8_format",
+                    words="in linear layers of {}, which wait for their communication: those in bf16 overlap it, and a smaller"
+                    " --tensor-model-parallel-size has less of it",
                 )
             ),
         ),

@@ -121,6 +121,18 @@ class TrainingConfig(Section, on_resume=SAFE):
         ),
     )
     """Evaluate the average of --ema-decay in place of the weights. Not in Megatron-LM."""
+    eval_tasks: tuple[str, ...] = setting(
+        (),
+        conflicts=(
+            conflict("model.model_family", "bert", "t5", "vlm", why=", which does not continue text"),
+            conflict("data.pack_documents", why=", whose micro-batches are packs"),
+        ),
+    )
+    """Files of tasks that the model is scored on while it trains, multiple choice and cloze, or folders of them: JSON lines, or the YAML of lm-evaluation-harness (docs/training.md). Not in Megatron-LM."""
+    eval_tasks_interval: int | None = setting(None, at_least=1, needs=on("training.eval_tasks"))
+    """Iterations between scores of --eval-tasks. none: at each evaluation. Not in Megatron-LM."""
+    eval_tasks_limit: int | None = setting(None, at_least=1, needs=on("training.eval_tasks"))
+    """Documents of each task of --eval-tasks that are read, from the first. none: all. Not in Megatron-LM."""
     deterministic_mode: bool = False
     """Use only deterministic operations, although some are slower. Always so on a CPU."""
     require_parity: bool = False
@@ -172,6 +184,8 @@ class TrainingConfig(Section, on_resume=SAFE):
         ),
     )
     """Recompute norms that precede linear layers, as --recompute-modules layernorm does. auto: on GPUs for wide models, where the cost is small, unless something else is recomputed. Not in Megatron-LM."""
+    mlp_chunks_for_training: int = setting(AUTO, at_least=1)
+    """Chunks of a dense MLP's tokens, computed one after the other and again in the backward pass: wide tensors of one chunk are in memory at a time. auto: recomputed MLPs of at least 32,768 tokens on a rank have chunks of 16,384 or more; other ones are computed whole."""
     cpu_offloading_num_layers: int = setting(0, at_least=0)
     """Layers of each pipeline rank (more than it has: all), spread evenly over it, whose activations are copied to pinned host memory and back before their backward pass, concurrently with computation (docs/training.md)."""
     fine_grained_activation_offloading: bool = setting(

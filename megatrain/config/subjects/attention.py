@@ -14,9 +14,10 @@ from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, 
 from megatrain.config.derive.vision import text_length
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import multiples, use
-from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.attention import AttentionSpec, SparseAttentionSpec
 from megatrain.config.plan import DerivedValue, Draft
-from megatrain.config.registry import Problems, derives, overrides, rule
+from megatrain.config.plan_note import PlanNote
+from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError, whole
 from megatrain.config.subjects.model_spec import latent_sizes
@@ -240,11 +241,61 @@ def values_are_not_wider_than_keys(draft: Draft) -> Problems:
 def linear_attention_has_layers(draft: Draft) -> Problems:
     model = draft.config.model
     variant = model.experimental_attention_variant
-    if variant is not None and model.linear_attention_freq is None and model.model_family != "hybrid":
+    if (
+        variant not in (None, "dsa")
+        and model.linear_attention_freq is None
+        and model.model_family != "hybrid"
+    ):
         yield Problem(
             f"--experimental-attention-variant {variant} requires --linear-attention-freq",
             "add --linear-attention-freq 4, which leaves attention in every fourth layer",
         )
+
+
+@rule
+def sparse_attention_has_latents(draft: Draft) -> Problems:
+    model, words = draft.config.model, "--experimental-attention-variant dsa"
+    if model.experimental_attention_variant != "dsa":
+        return
+    if not model.multi_latent_attention:
+        yield Problem(
+            f"{words} needs the latents of --multi-latent-attention", "add --multi-latent-attention"
+        )
+    elif model.dsa_indexer_head_dim < model.qk_pos_emb_head_dim:
+        yield Problem(
+            f"--dsa-indexer-head-dim {model.dsa_indexer_head_dim} is smaller than --qk-pos-emb-head-dim"
+            f" {model.qk_pos_emb_head_dim}, the channels of its heads that have RoPE",
+            f"use --dsa-indexer-head-dim {model.qk_pos_emb_head_dim} or more",
+        )
+    if model.model_family != "gpt":
+        yield Problem(
+            f"{words} is not supported together with --model-family {model.model_family}", f"remove {words}"
+        )
+    if model.attention_backend not in ("auto", "flash", "fused", "sdpa", *EAGER_BACKENDS):
+        yield Problem(
+            f"--attention-backend {model.attention_backend}: this kernel does not support {words}, whose queries attend to selected keys",
+            "use --attention-backend auto",
+        )
+    if draft.config.optimizer.qk_clip or draft.config.logging.log_max_attention_logit:
+        flag = "--qk-clip" if draft.config.optimizer.qk_clip else "--log-max-attention-logit"
+        yield Problem(f"{words} is not supported together with {flag}", f"remove {flag}")
+    others = ("attn_logit_softcapping", "window_size", "softmax_type")
+    for name in others:
+        if not draft.is_default(f"model.{name}"):
+            flag = flag_of(name)
+            yield Problem(f"{words} is not supported together with {flag}", f"remove {flag}")
+
+
+@note("cost")
+def sparse_attention_computes_all_scores(draft: Draft) -> Notes:
+    if draft.config.model.experimental_attention_variant == "dsa":
+        yield (
+            "--experimental-attention-variant dsa: plain operators compute all scores and mask the keys that are not selected, so"
+            " that a step takes longer than one of dense attention"
+        )
+        if not draft.config.model.dsa_indexer_loss_coeff:
+            text = "--dsa-indexer-loss-coeff 0: the indexer keeps its weights, since its loss alone trains it"
+            yield PlanNote(text, "result")
 
 
 def has_documents(draft: Draft) -> bool:
@@ -260,6 +311,11 @@ def has_windows(draft: Draft) -> bool:
 def has_sinks(draft: Draft) -> bool:
     """Return whether the softmax of some layer has a denominator term without a key."""
     return any(mixer.sink != "none" for mixer in attentions(draft))
+
+
+def selects_keys(draft: Draft) -> bool:
+    """Return whether queries of some layer attend to keys that an indexer selects."""
+    return any(isinstance(mixer, SparseAttentionSpec) for mixer in attentions(draft))
 
 
 def has_padding_or_bias(draft: Draft) -> bool:

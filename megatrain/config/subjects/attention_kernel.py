@@ -24,6 +24,7 @@ from megatrain.config.subjects.attention import (
     has_sinks,
     has_windows,
     layers_with_softcap_or_dropout,
+    selects_keys,
     softcap_or_dropout_flags,
     why_not_heads,
     why_not_on_gpu,
@@ -126,6 +127,11 @@ def _chosen(draft: Draft) -> tuple[str, str]:
     given = draft.config.model.attention_backend
     if given in EAGER_BACKENDS:
         return "math", ""
+    if selects_keys(draft):
+        return (
+            "math" if draft.config.model.attention_dropout else "sdpa",
+            ", for the keys that an indexer selects",
+        )
     if given in _PREFERENCES and (features := _features_of_triton(draft)) and not why_not_triton(draft):
         return "triton", f", for {features}{_slow_dropout(draft)}"
     if why := _why_eager(draft):

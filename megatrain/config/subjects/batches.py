@@ -362,7 +362,9 @@ def evaluation_has_a_checkpoint(draft: Draft) -> Problems:
         draft.config.training.eval_only
         and draft.config.training.eval_iters == 0
         and not draft.config.data.full_validation
+        and not draft.config.training.eval_tasks
     ):
         yield Problem(
-            "--eval-only with --eval-iters 0 evaluates nothing", "add --eval-iters 100, or --full-validation"
+            "--eval-only with --eval-iters 0 evaluates nothing",
+            "add --eval-iters 100, --full-validation or --eval-tasks",
         )

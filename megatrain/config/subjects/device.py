@@ -215,7 +215,12 @@ def _obstacles(draft: Draft) -> Iterator[str]:
         yield "a CPU has none"
     if derived.transformer_impl == TRANSFORMER_ENGINE and derived.fp8_layers:
         yield "FP8 modules of Transformer Engine are not captured; --transformer-impl local is"
-    if has_documents(draft):
+    if config.data.pack_documents:
+        yield (
+            "rows, documents and ranks change from pack to pack, and a graph has one size;"
+            " without --pack-documents samples have --seq-length tokens"
+        )
+    elif has_documents(draft):
         yield "the sizes of documents change"
     if layer_function(config.model.spec) is not None:
         yield "custom layers may wait for the GPU"

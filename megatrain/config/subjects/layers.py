@@ -9,6 +9,7 @@ from megatrain.config.derive.custom_layers import differences, layer_function, p
 from megatrain.config.derive.layer_blocks import LayersError, condensed, layer_blocks
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import divisors, fewer_ranks, multiples, use
+from megatrain.config.model_spec.attention import SparseAttentionSpec
 from megatrain.config.model_spec.linear import Linear, Piece
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
@@ -129,15 +130,16 @@ def parts_read_whole_samples(draft: Draft) -> Problems:
     names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft", "pack_documents")
     given = [flag_of(name) for name in names if getattr(data, name)]
     for kind in kinds:
-        words = kind.__name__ if kind.module is None else f"--spec: {kind.__name__}"
+        is_sparse = issubclass(kind, SparseAttentionSpec)
+        words = "--experimental-attention-variant dsa" if is_sparse else f"--spec: {kind.__name__}"
         if cp > 1:
             yield Problem(
-                f"{words} is not supported together with --context-parallel-size {cp}: its state is not passed between context ranks",
+                f"{words} is not supported together with --context-parallel-size {cp}: it reads whole samples, and does not split them over context ranks",
                 "use --context-parallel-size 1; --sequence-parallel splits the rest of a layer",
             )
         if given:
             yield Problem(
-                f"{words} is not supported together with {' and '.join(given)}: its state does not stop at the end of a document",
+                f"{words} is not supported together with {' and '.join(given)}: it reads whole samples, and does not stop at the end of a document",
                 f"remove {' and '.join(given)}",
             )
 

@@ -14,6 +14,7 @@ untied output layer with Adam.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from megatrain.config.derive.vision import sample_length
@@ -28,6 +29,8 @@ _MAX_NORMS_PERCENT: Final = 0.5
 """Largest part of a step that recomputed norms may take by default."""
 _FLOPS_PER_BYTE: Final = 600 / 4
 """Matrix FLOPs of a Hopper GPU in the time of moving a byte, both at the rates of training (docs/benchmarks.md)."""
+CHUNK_TOKENS: Final = 1 << 14
+"""Tokens of a chunk of an MLP; sums of weight gradients then take about 1 % of its time."""
 _EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act", "expert_fc1")
 
 
@@ -194,6 +197,40 @@ def recompute_norms(draft: Draft) -> DerivedValue:
 def percent_of_norms(hidden_size: int) -> float:
     """Return the time of two more norms in percent of a layer's: 8 h bytes per token, against 6 FLOPs for each of 12 h^2 weights."""
     return 100 * 8 * hidden_size * _FLOPS_PER_BYTE / (72 * hidden_size**2)
+
+
+@derives("training.mlp_chunks_for_training")
+def mlp_chunks_for_training(draft: Draft) -> DerivedValue:
+    training, parallel = draft.config.training, draft.config.parallel
+    is_whole = training.recompute_granularity == "full" and training.recompute_method == "uniform"
+    is_selective = training.recompute_granularity == "selective" or training.recompute_activations
+    if not is_whole and not (is_selective and "mlp" in training.recompute_modules):
+        return DerivedValue(1, "not all MLPs are recomputed")
+    for what, _ in _obstacles_to_mlp_chunks(draft):
+        return DerivedValue(1, what)
+    rows = parallel.max_seqlen_per_dp_cp_rank or sample_length(draft.config) // parallel.context_parallel_size
+    tokens = rows * training.micro_batch_size
+    chunks = max(tokens // CHUNK_TOKENS, 1)
+    return DerivedValue(
+        chunks, f"recomputed MLPs, {tokens} tokens on a rank: {tokens // chunks} at a time fill a GPU"
+    )
+
+
+@rule
+def mlp_chunks_are_supported(draft: Draft) -> Problems:
+    if draft.config.training.mlp_chunks_for_training > 1:
+        for what, fix in _obstacles_to_mlp_chunks(draft):
+            yield Problem(f"--mlp-chunks-for-training is not supported with {what}", fix)
+
+
+def _obstacles_to_mlp_chunks(draft: Draft) -> Iterator[tuple[str, str]]:
+    config, remove = draft.config, "remove --mlp-chunks-for-training"
+    if draft.derived.transformer_impl != "local":
+        yield "--transformer-impl transformer_engine", "use --transformer-impl local"
+    if config.precision.fp8_format or config.precision.fp4_format:
+        yield "FP8 or FP4, whose scales are those of a micro-batch's tokens", remove
+    if config.parallel.tp_comm_overlap:
+        yield "--tp-comm-overlap, whose GEMMs are of whole layers", "remove --tp-comm-overlap"
 
 
 @note("cost")

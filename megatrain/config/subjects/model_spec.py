@@ -6,6 +6,7 @@ settings ──> layers that flags describe ──> the function of --spec, if i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -29,7 +30,7 @@ from megatrain.config.derive.patterns import (
 )
 from megatrain.config.derive.vision import num_positions, vision_spec
 from megatrain.config.model_spec.activation import Activation
-from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.attention import AttentionSpec, IndexerSpec, SparseAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import BalancingLoss, ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.latent_attention import LatentSizes
@@ -94,7 +95,9 @@ def spec_of_flags(draft: Draft) -> ModelSpec:
 
 def _lora(adapters: AdaptersConfig) -> LoraSpec | None:
     rank = adapters.lora_rank
-    return None if rank is None else LoraSpec(rank, adapters.lora_alpha, adapters.lora_target_modules)
+    if rank is None:
+        return None
+    return LoraSpec(rank, adapters.lora_alpha, adapters.lora_target_modules, adapters.lora_dropout)
 
 
 def describe_model(
@@ -203,7 +206,7 @@ def _layers(
     if model.model_family == "vlm":
         model = model.replaced({"num_layers": num_layers(model)})
     is_linear = (False,) * model.num_layers
-    if model.experimental_attention_variant is not None:
+    if model.experimental_attention_variant not in (None, "dsa"):
         is_linear = parse_layer_pattern(model.linear_attention_freq, model.num_layers, one_means=True)
     has_experts = (False,) * model.num_layers
     if experts.num_experts is not None:
@@ -244,7 +247,10 @@ def _attention(model: ModelConfig, *, qk_norm_decays: bool) -> AttentionSpec:
     """Return the attention of a layer with a window, if the model has one, and with RoPE."""
     latent = latent_sizes(model)
     has_bias = not model.disable_bias_linear
-    return AttentionSpec(
+    kind: Callable[..., AttentionSpec] = AttentionSpec
+    if model.experimental_attention_variant == "dsa" and latent is not None:
+        kind = functools.partial(SparseAttentionSpec, indexer=_indexer(model))
+    return kind(
         num_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         head_dim=model.kv_channels if latent is None else latent.head_dim,
@@ -260,6 +266,20 @@ def _attention(model: ModelConfig, *, qk_norm_decays: bool) -> AttentionSpec:
         has_output_gate=model.attention_output_gate,
         has_qkv_bias=(has_bias or model.add_qkv_bias) and latent is None,
         has_bias=has_bias,
+    )
+
+
+def _indexer(model: ModelConfig) -> IndexerSpec:
+    epsilon = model.dsa_indexer_k_norm_epsilon
+    return IndexerSpec(
+        num_heads=model.dsa_indexer_n_heads,
+        head_dim=model.dsa_indexer_head_dim,
+        top_k=model.dsa_indexer_topk,
+        norm_epsilon=model.norm_epsilon if epsilon is None else epsilon,
+        loss_coeff=model.dsa_indexer_loss_coeff,
+        has_sparse_loss=model.dsa_indexer_use_sparse_loss,
+        is_interleaved=model.dsa_indexer_rope_interleaved,
+        has_relu=model.dsa_indexer_scoring_relu,
     )
 
 

@@ -18,6 +18,7 @@ from megatrain.config.subjects.attention import (
     has_padding_or_bias,
     has_sinks,
     layers_with_softcap_or_dropout,
+    selects_keys,
     softcap_or_dropout_flags,
 )
 from megatrain.config.subjects.context_parallel import head_exchanges
@@ -124,6 +125,8 @@ def why_local_attention(draft: Draft) -> Iterator[str]:
         yield softcap_or_dropout_flags(draft)
     if has_padding_or_bias(draft):
         yield f"the padding of --model-family {model.model_family}"
+    if selects_keys(draft):
+        yield "the keys that an indexer selects"
     if has_sinks(draft):
         yield "sinks in the softmax"
     if draft.config.training.deterministic_mode:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import ConfigError
+from megatrain.data.samples.dataset import lengths_of_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -235,6 +236,11 @@ class BlendedDataset:
         """See `SampleDataset`."""
         dataset, sample = self._locate(k)
         return dataset.spans(sample)
+
+    def lengths(self, numbers: Integers) -> Integers:
+        """See `MeasuredDataset`."""
+        own = self.index.dataset_sample_index[numbers]
+        return lengths_of_parts(self.datasets, self.index.dataset_index[numbers], own)
 
     def _locate(self, k: int) -> tuple[SampleDataset, int]:
         """Return the dataset of sample k, and the sample's index in it."""

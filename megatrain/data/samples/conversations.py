@@ -200,6 +200,19 @@ class ConversationDataset:
             for sequence in self._sequences(k)
         ]
 
+    def lengths(self, numbers: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """See `MeasuredDataset`."""
+        firsts, counts = (
+            self.index.starts[numbers],
+            self.index.starts[numbers + 1] - self.index.starts[numbers],
+        )
+        sample = np.repeat(np.arange(len(numbers)), counts)
+        places = np.arange(len(sample)) + (firsts - np.cumsum(counts) + counts)[sample]
+        sizes = taken(self.source.lengths, self.index.sequences[places].tolist()).astype(np.int64) - 1
+        found = np.zeros(len(numbers), np.int64)
+        np.add.at(found, sample, np.minimum(sizes, self.options.seq_length))
+        return found
+
     def _sequences(self, k: int) -> list[int]:
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from megatrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+Integers = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,30 @@ class SampleDataset(Protocol):
         """Return the stored token spans of sample k, in order."""
 
 
+@runtime_checkable
+class MeasuredDataset(Protocol):
+    """Samples whose lengths are read many at a time."""
+
+    def lengths(self, numbers: Integers, /) -> Integers:
+        """Return the tokens of samples, [n]."""
+
+
+def lengths_of(samples: SampleDataset, numbers: Integers) -> Integers:
+    """Return the tokens of samples, [n], from their index."""
+    if isinstance(samples, MeasuredDataset):
+        return samples.lengths(numbers)
+    return np.array([sum(span.length for span in samples.spans(k)) for k in numbers.tolist()], np.int64)
+
+
+def lengths_of_parts(parts: Sequence[SampleDataset], part: Integers, numbers: Integers) -> Integers:
+    """Return the tokens of samples, [n], each of the dataset `part` and its sample `numbers`."""
+    found = np.zeros(len(numbers), np.int64)
+    for one in np.unique(part).tolist():
+        is_own = part == one
+        found[is_own] = lengths_of(parts[one], numbers[is_own])
+    return found
+
+
 class PlannedDataset:
     """The samples of a first plan, followed by those of the plans appended when training was extended or by a later phase."""
 
@@ -110,6 +136,11 @@ class PlannedDataset:
         plan, index = self._locate(k)
         return plan.spans(index)
 
+    def lengths(self, numbers: Integers) -> Integers:
+        """See `MeasuredDataset`."""
+        plan = np.searchsorted(self._starts, numbers, side="right") - 1
+        return lengths_of_parts(self.plans, plan, numbers - np.array(self._starts)[plan])
+
     def _locate(self, k: int) -> tuple[SampleDataset, int]:
         """Return the plan that contains sample k, and the sample's index in it."""
         if not 0 <= k < len(self):
@@ -136,6 +167,11 @@ class ShiftedDataset:
     def spans(self, k: int) -> list[TokenSpan]:
         """See `SampleDataset`."""
         return self._samples.spans(self._index(k))
+
+    def lengths(self, numbers: Integers) -> Integers:
+        """See `MeasuredDataset`."""
+        self._index(int(numbers.min(initial=self._start)))
+        return lengths_of(self._samples, numbers - self._start)
 
     def _index(self, k: int) -> int:
         if k < self._start:

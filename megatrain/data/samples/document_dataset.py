@@ -42,10 +42,14 @@ class DocumentIndex:
         """Return the samples of all epochs."""
         return len(self.lengths) * self.num_epochs
 
-    def piece(self, k: int) -> int:
-        """Return the piece of sample k."""
-        epoch, place = divmod(k, len(self.lengths))
-        return int(order_of_epoch(len(self.lengths), self.seed, epoch)[place])
+    def pieces(self, numbers: Integers) -> Integers:
+        """Return the pieces of samples, [n]."""
+        epochs, places = np.divmod(numbers, len(self.lengths))
+        found = np.zeros(len(numbers), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            is_own = epochs == epoch
+            found[is_own] = order_of_epoch(len(self.lengths), self.seed, epoch)[places[is_own]]
+        return found
 
 
 def build_document_index(
@@ -104,11 +108,15 @@ class DocumentDataset:
         options = replace(self.options, seq_length=span.length)
         return make_sample(ids[:-1].copy(), ids[1:], options, np.zeros(1, np.int64))
 
+    def lengths(self, numbers: Integers) -> Integers:
+        """See `MeasuredDataset`."""
+        return self.index.lengths[self.index.pieces(numbers)]
+
     def spans(self, k: int) -> list[TokenSpan]:
         """See `SampleDataset`. The label of the last token is not counted."""
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")
-        index, piece = self.index, self.index.piece(k)
+        index, (piece,) = self.index, self.index.pieces(np.array([k])).tolist()
         sequence = int(index.sequences[piece])
         document = self.source.document_of(sequence)
         return [

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from megatrain.config.errors import MegatrainError
-from megatrain.data.samples.dataset import Sample
+from megatrain.data.samples.dataset import Sample, lengths_of
 from megatrain.data.samples.loader import set_device
 from megatrain.parallel.documents import Documents
 from megatrain.parallel.packs.context import PackBatch, StepWork
@@ -41,8 +41,6 @@ class PackSettings:
     """Documents of the global batch that one of the planned micro-batches counts for."""
     has_equal_passes: bool
     """All ranks run as many passes, since they communicate within each (ZeRO-2 and ZeRO-3)."""
-    has_equal_rows: bool
-    """And their passes have equally many rows, which are sent between the ranks of experts."""
 
 
 class PackLoader:
@@ -105,10 +103,7 @@ class PackLoader:
                 fix="build the data for at least as many samples as the run reads "
                 "(--train-iters, --train-samples, --eval-iters), or end the run earlier",
             )
-        lengths = np.array(
-            [sum(span.length for span in self._samples.spans(k)) for k in range(first, first + count)],
-            np.int64,
-        )
+        lengths = lengths_of(self._samples, np.arange(first, first + count)).astype(np.int64, copy=False)
         settings = self._settings
         return lengths, settings.scheduler(lengths, settings.costs, settings.domain)
 
@@ -131,10 +126,10 @@ class PackLoader:
         most = max(map(len, passes))
         empty = Pack(self._rank, 1, (), 0)
         own, rows = passes[self._rank] or [empty], [0] * most
-        if self._settings.has_equal_rows:
+        if domain.filler_length:
             of_passes = itertools.zip_longest(*passes, fillvalue=empty)
             rows = [max(domain.num_rows(one.num_tokens, one.size) for one in packs) for packs in of_passes]
-        if self._settings.has_equal_passes or self._settings.has_equal_rows:
+        if self._settings.has_equal_passes or domain.filler_length:
             own += [empty] * (most - len(own))
         return [self._batch(pack, first, work, at_least) for pack, at_least in zip(own, rows, strict=False)]
 

@@ -120,6 +120,11 @@ class HfCheckpoint(TensorReader):
                 fix="repair tokenizer.json, or convert a copy of the folder without it",
             ) from error
 
+    @property
+    def homes(self) -> dict[str, TheirTensor]:
+        """Their tensor that holds each of ours."""
+        return {name: theirs for name, (theirs, _) in self._theirs.items()}
+
     @functools.cached_property
     def manifest(self) -> Manifest:
         """Counters, state, configuration and tensors, without files."""

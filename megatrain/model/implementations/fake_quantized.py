@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.schema.quantization import SCALE_PREFIX, NumberFormat, QuantizationFormat
 from megatrain.kernels.activations import Activation, activate, activate_backward
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.quantization.rounding import amax_of, round_trip, scales_for
 from megatrain.model.implementations.local import LocalColumnLinear, LocalRowLinear, bias_of
-from megatrain.model.implementations.local_builder import LocalBuilder, activation_of
-from megatrain.model.implementations.module_builder import ColumnLinear, RowLinear
+from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
@@ -37,27 +35,11 @@ from megatrain.parallel.tensor_parallel import TensorParallel, column_linear, ro
 _SCALE = "weight_scale"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FakeQuantizedBuilder(LocalBuilder):
-    """Builder of the modules of one rank."""
-
-    format: QuantizationFormat
-
-    def column_linear(
-        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
-    ) -> ColumnLinear:
-        layer = FakeQuantizedColumnLinear(
-            self.residual_norm(norm), linear, self.tp, self.dtype, recompute_norm=recompute_norm
-        )
-        layer.format = self.format
-        layer.add_weight(_SCALE, scale_layout(linear.weight, self.format.weights, None), self.dtype)
-        return layer
-
-    def row_linear(self, linear: LinearLayout) -> RowLinear:
-        return FakeQuantizedRowLinear(linear, self.tp, self.dtype, self.format, None)
-
-    def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear:
-        return FakeQuantizedRowLinear(linear, self.tp, self.dtype, self.format, activation_of(spec))
+def fake_quantized_builder(numbers: QuantizationFormat) -> Callable[..., LocalBuilder]:
+    """Return what makes a builder whose linear layers are rounded, given the arguments of `LocalBuilder`."""
+    column = functools.partial(FakeQuantizedColumnLinear, numbers=numbers)
+    row = functools.partial(FakeQuantizedRowLinear, numbers=numbers)
+    return functools.partial(LocalBuilder, column=column, row=row)
 
 
 def scale_layout(weight: ParamLayout, numbers: NumberFormat, group: RankGroup | None) -> ParamLayout:
@@ -89,8 +71,14 @@ def scale_layout(weight: ParamLayout, numbers: NumberFormat, group: RankGroup | 
 class FakeQuantizedColumnLinear(LocalColumnLinear):
     """Residual addition, norm if there is one, and column-parallel linear layer."""
 
-    format: QuantizationFormat
     weight_scale: Tensor
+
+    def __init__(self, *layer: Any, numbers: QuantizationFormat, recompute_norm: bool, fp8: None) -> None:
+        """Take the arguments of `LocalColumnLinear`, and the format."""
+        super().__init__(*layer, recompute_norm=recompute_norm, fp8=fp8)
+        _, linear, _, dtype = layer
+        self.format = numbers
+        self.add_weight(_SCALE, scale_layout(linear.weight, numbers.weights, None), dtype)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         hidden, normed = self.norm.add_and_norm(hidden, delta)
@@ -117,11 +105,12 @@ class FakeQuantizedRowLinear(LocalRowLinear):
         linear: LinearLayout,
         tp: TensorParallel,
         dtype: torch.dtype,
+        fp8: None,
+        *,
         numbers: QuantizationFormat,
-        activation: Activation | None,
     ) -> None:
-        super().__init__(linear, tp, dtype)
-        self.format, self.activation = numbers, activation
+        super().__init__(linear, tp, dtype, fp8)
+        self.format = numbers
         self.add_weight(_SCALE, scale_layout(linear.weight, numbers.weights, tp.group), dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:

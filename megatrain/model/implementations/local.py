@@ -110,7 +110,10 @@ class CastToWeightDtype(nn.Module):
 
 
 class LocalRowLinear(ShardedModule):
-    """Row-parallel linear layer: [s, b, i/tp] -> [s/tp, b, h]. The bias is added after the sum over tp."""
+    """Activation, if there is one, and row-parallel linear layer: [s, b, i/tp], or gated [s, b, 2 i/tp], -> [s/tp, b, h].
+
+    The bias is added after the sum over tp.
+    """
 
     weight: Tensor
     dy_sums: ColumnSums | None = None
@@ -135,21 +138,6 @@ class LocalRowLinear(ShardedModule):
         if self.fp8 is not None:
             linear = functools.partial(fp8_row_linear, self.fp8)
         return linear(x, self.weight, grad, self.tp, info, bias, activation=self.activation)
-
-
-class LocalActivationRowLinear(LocalRowLinear):
-    """Activation and row-parallel linear layer: [s, b, f/tp], or gated [s, b, 2 f/tp], -> [s/tp, b, h]."""
-
-    def __init__(
-        self,
-        linear: LinearLayout,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        activation: Activation,
-        fp8: Fp8Linear | None = None,
-    ) -> None:
-        super().__init__(linear, tp, dtype, fp8)
-        self.activation = activation
 
 
 def bias_of(layer: ShardedModule) -> Bias | None:

@@ -21,7 +21,6 @@ from megatrain.model.implementations.dropout import LocalDropout
 from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
 from megatrain.model.implementations.local import (
     CastToWeightDtype,
-    LocalActivationRowLinear,
     LocalColumnLinear,
     LocalNorm,
     LocalRowLinear,
@@ -63,6 +62,9 @@ class LocalBuilder:
     """Attention over the ranks of `cp`; None: a ring of them."""
     fp8_recipe: Callable[[str], Fp8Recipe | None] | None = None
     """Returns the FP8 recipe of the linear layer whose weight has this canonical name; None: all are in `dtype`."""
+    column: Callable[..., LocalColumnLinear] = LocalColumnLinear
+    row: Callable[..., LocalRowLinear] = LocalRowLinear
+    """Make the linear layers: others for --qat and --lora-rank."""
 
     def norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
         return LocalNorm(weights, spec, self.dtype)
@@ -73,7 +75,7 @@ class LocalBuilder:
     def column_linear(
         self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
-        return LocalColumnLinear(
+        return self.column(
             self.residual_norm(norm),
             linear,
             self.tp,
@@ -109,11 +111,12 @@ class LocalBuilder:
         return mlp
 
     def row_linear(self, linear: LinearLayout) -> RowLinear:
-        return LocalRowLinear(linear, self.tp, self.dtype, self.fp8_linear(linear))
+        return self.row(linear, self.tp, self.dtype, self.fp8_linear(linear))
 
     def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear:
-        fp8 = self.fp8_linear(linear)
-        return LocalActivationRowLinear(linear, self.tp, self.dtype, activation_of(spec), fp8)
+        layer = self.row(linear, self.tp, self.dtype, self.fp8_linear(linear))
+        layer.activation = activation_of(spec)
+        return layer
 
     def fp8_linear(self, linear: LinearLayout) -> Fp8Linear | None:
         """Build the FP8 tensors of a linear layer, named after its first canonical tensor."""

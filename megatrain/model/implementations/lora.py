@@ -11,66 +11,48 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.config.model_spec.lora import LoraSpec, adapter_names, is_adapter
-from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.kernels.random import keep_mask, stream_key
 from megatrain.model.implementations.fake_quantized import apply_activation
-from megatrain.model.implementations.local import (
-    CastToWeightDtype,
-    LocalColumnLinear,
-    LocalNorm,
-    LocalRowLinear,
-    bias_of,
-)
-from megatrain.model.implementations.local_builder import LocalBuilder, activation_of, alone
-from megatrain.model.implementations.module_builder import ColumnLinear, RowLinear
+from megatrain.model.implementations.local import LocalColumnLinear, LocalRowLinear, bias_of
+from megatrain.model.implementations.local_builder import LocalBuilder, alone
 from megatrain.model.layouts import LinearLayout, replicated_layout, rows_layout
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel, column_linear, row_linear
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoraBuilder(LocalBuilder):
-    """Builder of the modules of one rank."""
+def lora_builder(lora: LoraSpec) -> Callable[..., LocalBuilder]:
+    """Return what makes a builder whose linear layers have adapters, given the arguments of `LocalBuilder`."""
 
-    lora: LoraSpec
+    def build(tp: TensorParallel, cp: ContextParallel, *others: Any) -> LocalBuilder:
+        _, _, seed, *_ = others
+        options: dict[str, Any] = {"lora": lora, "cp": cp, "seed": seed}
+        column = functools.partial(LoraColumnLinear, **options)
+        row = functools.partial(LoraRowLinear, **options)
+        make: Callable[..., LocalBuilder] = functools.partial(LocalBuilder, column=column, row=row)
+        return make(tp, cp, *others)
 
-    def column_linear(
-        self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
-    ) -> ColumnLinear:
-        return LoraColumnLinear(
-            self.residual_norm(norm), linear, self.tp, self.dtype, self.lora, recompute_norm=recompute_norm
-        )
-
-    def row_linear(self, linear: LinearLayout) -> RowLinear:
-        return LoraRowLinear(linear, self.tp, self.dtype, self.lora)
-
-    def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear:
-        layer = LoraRowLinear(linear, self.tp, self.dtype, self.lora)
-        layer.activation = activation_of(spec)
-        return layer
+    return build
 
 
 class LoraColumnLinear(LocalColumnLinear):
     """Residual addition, norm if there is one, and column-parallel linear layer with adapters."""
 
     def __init__(
-        self,
-        norm: LocalNorm | CastToWeightDtype,
-        linear: LinearLayout,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        lora: LoraSpec,
-        *,
-        recompute_norm: bool,
+        self, *layer: Any, lora: LoraSpec, cp: ContextParallel, seed: int, recompute_norm: bool, fp8: None
     ) -> None:
-        super().__init__(norm, linear, tp, dtype, recompute_norm=recompute_norm)
+        """Take the arguments of `LocalColumnLinear`, and those of the adapters."""
+        super().__init__(*layer, recompute_norm=recompute_norm, fp8=fp8)
+        _, linear, tp, dtype = layer
         self.scale, self.tps = lora.scale, (alone(tp), tp)
         self.parts: list[tuple[Adapter, slice]] = []
         """Each adapter with its outputs."""
@@ -83,7 +65,10 @@ class LoraColumnLinear(LocalColumnLinear):
             b = ParamLayout(
                 shape=(stop - first, lora.rank), pieces=(_piece_of_b(piece, lora.rank),), init=Init()
             )
-            self.parts.append((Adapter(a, b, dtype), slice(piece.row, piece.row + stop - first)))
+            drop = AdapterDropout(
+                lora.dropout, stream_key(seed, f"{name}.dropout"), TokenSplit(tp, cp), num_inputs
+            )
+            self.parts.append((Adapter(a, b, dtype, drop), slice(piece.row, piece.row + stop - first)))
         self.adapters = nn.ModuleList(adapter for adapter, _ in self.parts)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
@@ -97,8 +82,18 @@ class LoraColumnLinear(LocalColumnLinear):
 class LoraRowLinear(LocalRowLinear):
     """Activation, if there is one, and row-parallel linear layer with an adapter."""
 
-    def __init__(self, linear: LinearLayout, tp: TensorParallel, dtype: torch.dtype, lora: LoraSpec) -> None:
-        super().__init__(linear, tp, dtype)
+    def __init__(
+        self,
+        linear: LinearLayout,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        fp8: None,
+        *,
+        lora: LoraSpec,
+        cp: ContextParallel,
+        seed: int,
+    ) -> None:
+        super().__init__(linear, tp, dtype, fp8)
         self.scale, self.tps = lora.scale, (alone(tp), tp)
         self.adapter: Adapter | None = None
         (piece,) = linear.weight.pieces
@@ -107,12 +102,49 @@ class LoraRowLinear(LocalRowLinear):
             name_a, name_b = adapter_names(piece.name)
             a = rows_layout(name_a, lora.rank, num_inputs, _init_of(num_inputs), tp)
             b = replicated_layout([(name_b, num_outputs)], lora.rank, Init(), tp)
-            self.adapter = Adapter(a, b, dtype)
+            split, first = TokenSplit(self.tps[0], cp), piece.box[1][0]
+            drop = AdapterDropout(
+                lora.dropout, stream_key(seed, f"{name_a}.dropout"), split, num_inputs, first
+            )
+            self.adapter = Adapter(a, b, dtype, drop)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         x = x if self.activation is None else apply_activation(x, self.activation)
         y = row_linear(x, self.weight, None, self.tp, info, bias_of(self))
         return y if self.adapter is None else y + self.adapter.rows(x, self.tps, info) * self.scale
+
+
+@dataclass(frozen=True)
+class AdapterDropout:
+    """Dropout of the inputs of an adapter; the mask does not depend on the layout."""
+
+    p: float
+    key: int
+    split: TokenSplit
+    """Split of the rows of the inputs."""
+    num_columns: int
+    """Inputs of the layer, on all tensor ranks."""
+    first: int = 0
+    """The first of this rank's."""
+
+    def __call__(self, x: Tensor, info: PassInfo) -> Tensor:
+        """Return inputs [rows, b, i] without those that are dropped, in training."""
+        if self.p == 0 or not info.is_training:
+            return x
+        rows, samples, columns = x.shape
+        tokens = self.split.token_indices(rows, samples, first_sample=info.first_sample, device=x.device)
+        kept = keep_mask(tokens, self.num_columns, key=self.key, p=self.p)
+        kept = kept[..., self.first : self.first + columns]
+        return (x * (1 / (1 - self.p))).masked_fill(~kept, 0)
+
+    def recompute(self, recompute_fn: functools.partial[Tensor], info: PassInfo) -> functools.partial[Tensor]:
+        """Return a `recompute_fn` of `column_linear` that also drops."""
+        compute = recompute_fn.func
+
+        def dropped(kept: Tensor) -> Tensor:
+            return self(compute(kept), info)
+
+        return functools.partial(dropped, *recompute_fn.args)
 
 
 class Adapter(ShardedModule):
@@ -121,8 +153,9 @@ class Adapter(ShardedModule):
     a: Tensor
     b: Tensor
 
-    def __init__(self, a: ParamLayout, b: ParamLayout, dtype: torch.dtype) -> None:
+    def __init__(self, a: ParamLayout, b: ParamLayout, dtype: torch.dtype, drop: AdapterDropout) -> None:
         super().__init__()
+        self.drop = drop
         self.add_weight("a", a, dtype)
         self.add_weight("b", b, dtype)
 
@@ -135,12 +168,13 @@ class Adapter(ShardedModule):
     ) -> Tensor:
         """Map [s/tp, b, h] -> [s, b, o/tp]; `tps`: this rank alone, and all tensor ranks."""
         grad_a, grad_b = self.weight_grads.get("a"), self.weight_grads.get("b")
-        u = column_linear(x, self.a, grad_a, tps[0], info, recompute_fn=recompute_fn)
+        again = recompute_fn and self.drop.recompute(recompute_fn, info)
+        u = column_linear(self.drop(x, info), self.a, grad_a, tps[0], info, recompute_fn=again)
         return column_linear(u, self.b, grad_b, tps[1], info)
 
     def rows(self, x: Tensor, tps: tuple[TensorParallel, TensorParallel], info: PassInfo) -> Tensor:
         """Map [s, b, i/tp] -> [s/tp, b, o]."""
-        u = row_linear(x, self.a, self.weight_grads.get("a"), tps[1], info)
+        u = row_linear(self.drop(x, info), self.a, self.weight_grads.get("a"), tps[1], info)
         return column_linear(u, self.b, self.weight_grads.get("b"), tps[0], info)
 
 

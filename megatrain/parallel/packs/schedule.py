@@ -61,6 +61,10 @@ class PackDomain:
     """Most rows of a pack on a rank, a multiple of `multiple`."""
     multiple: int = 1
     """Rows of a pack on a rank are a multiple of this."""
+    num_in_step: int = 1
+    """Ranks, in aligned runs, that communicate within each pass (of experts, or of sharded weights): they wait for each other."""
+    filler_length: int = 0
+    """Tokens of the documents that fill passes of one number up to equally many rows on all ranks; 0: rows differ."""
 
     def capacity(self, size: int) -> int:
         """Return the most tokens of a pack on a group."""

@@ -56,8 +56,8 @@ class Process:
         return Messages(rank, size, handle)
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model and its memory."""
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the model."""
     parser.add_argument(
         "--load",
         required=True,
@@ -85,6 +85,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         choices=("bf16", "fp16", "fp32"),
         help="dtype of weights and cache (default: bf16 on GPUs, fp32 on the CPU)",
     )
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the model and its memory."""
+    add_checkpoint_flags(parser)
     parser.add_argument(
         "--cache-gb",
         type=float,

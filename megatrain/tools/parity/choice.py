@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megatrain.config import ConfigError
 from megatrain.tools.parity.covering_array import pairs_of
-from megatrain.tools.parity.low_precision import is_supported_in, of_any_micro_batch, rows_in
+from megatrain.tools.parity.low_precision import is_supported_in, of_any_micro_batch, of_equal_tokens, rows_in
 from megatrain.tools.parity.measure import LOW_PRECISIONS, Job, Precision, plan_of
 from megatrain.tools.parity.rows import (
     MAX_RANKS,
@@ -114,9 +114,7 @@ def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
         return _rows_of(arguments, layouts if is_table else _implementation_rows(max_ranks))
     if precision not in (None, "fp64"):
         more = rows_in(precision, max_ranks) if is_usual else ()
-        # BERT averages over micro-batches: it has no loss of equal tokens.
-        narrow = [one for one in map(of_any_micro_batch, layouts) if is_row(one.words, max_ranks=max_ranks)]
-        return [(precision, layout) for layout in dict.fromkeys([*narrow, *more])]
+        return [(precision, layout) for layout in dict.fromkeys([*map(of_any_micro_batch, layouts), *more])]
     rows: list[Row] = [("fp64", layout) for layout in _with_packs(arguments, layouts, max_ranks)]
     if is_usual:
         own: tuple[Precision, ...] = ("fp64",) if precision == "fp64" else ("fp64", *LOW_PRECISIONS)
@@ -141,7 +139,7 @@ def _implementation_rows(max_ranks: int) -> list[Layout]:
 def _rows_of(arguments: argparse.Namespace, layouts: Sequence[Layout]) -> list[Row]:
     """Return the rows of these layouts for another implementation than `local`."""
     precision = _precision_of_implementation(arguments)
-    return [(precision, layout) for layout in dict.fromkeys(one.but("tokens") for one in layouts)]
+    return [(precision, layout) for layout in dict.fromkeys(map(of_equal_tokens, layouts))]
 
 
 def _precision_of_implementation(arguments: argparse.Namespace) -> Precision:

@@ -203,8 +203,9 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "recomputation",
         "training.recompute_granularity training.recompute_activations training.moe_layer_recompute"
         " training.recompute_method training.recompute_num_layers training.recompute_modules"
-        " training.recompute_norms",
+        " training.recompute_norms training.mlp_chunks_for_training",
         Feature("norecompute"),
+        Feature("chunkedmlp", "--mlp-chunks-for-training 3", excludes=("tpoverlap",)),
         Feature(
             "uniform", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
         ),
@@ -479,6 +480,20 @@ PACKS: Final = _layout(
     ),
 )
 """Documents are the samples up to their last token that counts. They are combined with little else: `PACKED_ROWS` has the rows."""
+
+ADAPTERS: Final = _option(
+    "adapters",
+    "adapters.lora_rank adapters.lora_dropout adapters.lora_target_modules",
+    Feature("noadapters"),
+    Feature(
+        "lora",
+        {
+            "lora": "--lora-rank 3 --lora-dropout 0.1",
+            "somelora": "--lora-rank 2 --lora-alpha 5 --lora-target-modules q_proj o_proj up_proj",
+        },
+    ),
+)
+"""They leave all other weights frozen: `ADAPTER_ROWS` has the rows, and real runs draw them."""
 
 FP8_MODULES: Final = """
 configs:

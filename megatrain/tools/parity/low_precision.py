@@ -14,7 +14,7 @@ only `exact` can judge this, loosely. All other parallelism only changes the ord
 part in a million there.
 A norm, or a loss of few tokens, is a single number, and one draw can underestimate its noise; a row that fails is therefore
 compared with the maximum over up to `NUM_DRAWS` initial weights. More draws never fail a row that passed with fewer.
-These rows weight tokens equally, and their experts have neither balancing losses nor a capacity, because otherwise another
+These rows weight tokens equally (BERT's samples have as many labels each), and their experts have neither balancing losses nor a capacity, because otherwise another
 micro-batch size is another step. In bf16 and fp16 experts are chosen by token number instead of scores, because rounding
 would change some choices.
 The noise is measured in the row's number formats. If gradients are reduced in bf16, the noise runs round them to bf16 too;
@@ -31,6 +31,7 @@ from typing import Final
 from megatrain.model.implementations.transformer_engine import library
 from megatrain.tools.parity.compare import Distance, judge, judge_first_step, without_gradient
 from megatrain.tools.parity.measure import Implementation, Job, Measured, Precision, RunOfRank, measure
+from megatrain.tools.parity.models import WITHOUT_TOKEN_MEANS
 from megatrain.tools.parity.rows import MAX_RANKS, MICRO_BATCH, WITHOUT_FORMATS, Layout, is_row
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -55,6 +56,9 @@ _ROWS: Final = (
     "dp2 zero1 overlap mixtral ep2 alltoall",
     "dp2 zero2 overlapgrads deepseek ep2 routersfp64",
     "tp2 sp qwenmoe etp2 uniform",
+    "tp2 sp dp2 pp2 zero1 bert attentiondropout",
+    "cp2 dp2 zero3 overlap tied mlm",
+    "tp2 sp dp2 pp2 zero2 overlap t5",
 )
 _ROWS_OF_FP8: Final = (
     "tp2 sp fp8tensorwise",
@@ -103,8 +107,8 @@ _FORMATS: Final = {"fp32": "sumsfp32 momentsfp32", "bf16": "muonbf16"}
 def rows_in(precision: Precision, max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
     """Return the default rows with number formats in a precision."""
     texts = {"fp64": _ROWS_OF_FP8, "fp16": _ROWS_OF_FP16}.get(precision, _ROWS)
-    tokens = "" if precision == "fp64" else "tokens"
-    rows = [Layout.of(f"{tokens} {text}").but(_FORMATS.get(precision, "")) for text in texts]
+    rows = [Layout.of(text).but(_FORMATS.get(precision, "")) for text in texts]
+    rows = rows if precision == "fp64" else [of_any_micro_batch(row) for row in rows]
     return tuple(layout for layout in rows if is_row(layout.words, max_ranks=max_ranks))
 
 
@@ -244,7 +248,13 @@ def _to_first_norm(answers: Sequence[Measured]) -> list[Measured]:
 
 def of_any_micro_batch(layout: Layout) -> Layout:
     """Return the layout with equal token weights and dropless, unbalanced experts, so that the micro-batch size does not matter."""
-    return layout.but("tokens dropless unbalanced")
+    return of_equal_tokens(layout).but("dropless unbalanced")
+
+
+def of_equal_tokens(layout: Layout) -> Layout:
+    """Return the layout whose loss weights tokens equally; BERT's is a mean over micro-batches, of samples with as many labels each."""
+    is_mean = not set(layout.words_of("model")).isdisjoint(WITHOUT_TOKEN_MEANS)
+    return layout.but("means labelled" if is_mean else "tokens")
 
 
 def fewest_ranks(layout: Layout) -> Layout:

@@ -247,18 +247,34 @@ def _batches_of(job: Job, step: int, engine: Engine) -> list[Batch]:
         steps = [local_batches(number, layout.but("dp1"), 0, micro_batch=1) for number in range(NUM_STEPS)]
         documents = CutSamples.of([batch for batches in steps for batch in batches])
         return packed_batches(engine, documents, step * layout.global_batch, layout.global_batch)
-    local = local_batches(step, job.layout, engine.grid.dp.rank, micro_batch=job.micro_batch)
+    local = local_batches(
+        step,
+        job.layout,
+        engine.grid.dp.rank,
+        micro_batch=job.micro_batch,
+        has_even_labels=job.is_rounding_measured and job.layout.family == "bert",
+    )
     return [on_device(batch, engine.device) for batch in local]
 
 
 def local_batches(
-    step: int, layout: Layout, dp_rank: int, *, micro_batch: int = MICRO_BATCH
+    step: int,
+    layout: Layout,
+    dp_rank: int,
+    *,
+    micro_batch: int = MICRO_BATCH,
+    has_even_labels: bool = False,
 ) -> Iterator[Batch]:
-    """Yield this replica's micro-batches of a global batch that is equal under every layout; a third of the mask is 0."""
+    """Yield this replica's micro-batches of a global batch that is equal under every layout; a third of the mask is 0.
+
+    `has_even_labels`: all samples have as many labels, so that the loss is the same with micro-batches of any size.
+    """
     rng = np.random.default_rng(step)
     tokens = torch.from_numpy(_tokens(rng, layout.global_batch))
     mask = torch.from_numpy((rng.random((layout.global_batch, _SEQ)) < 0.67).astype(np.float32))
     labels = tokens[:, 1:].clone()
+    if has_even_labels:
+        mask[:] = torch.arange(_SEQ) < _SEQ // 2
     if layout.has("hollow"):
         mask[:, _SEQ // 4 : _SEQ - _SEQ // 4] = 0
     if layout.has("tails"):

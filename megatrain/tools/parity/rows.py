@@ -25,7 +25,7 @@ from typing import Final, TypeAlias
 
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, word_of_schedule
 from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
-from megatrain.tools.parity.features import NUMBER_FORMATS, PACKS
+from megatrain.tools.parity.features import ADAPTERS, NUMBER_FORMATS, PACKS
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.models import (
     FROZEN,
@@ -49,6 +49,13 @@ MAX_RANKS = 8
 MICRO_BATCH = 2
 MAX_PASSES = 4
 QUICK_ROWS = 32
+ADAPTER_ROWS = (
+    "tp2 sp cp2 pp2 recomputenorms lora",
+    "dp2 pp2 zero3 overlap tied tokens somelora",
+    "tp2 groups1 dp4 zero2 uniform gemma2 lora",
+)
+"""Rows with adapters."""
+
 ALWAYS = (
     "tp2 sp cp2 pp2 mixtral ep2 auxloss",
     "tp2 sp cp2 pp2 tied deepseek ep2 alltoall seqauxloss dropping mtp1 documents padded120",
@@ -59,6 +66,8 @@ ALWAYS = (
     "pp2 dp2 zero1 tokens tails t5 instances2",
     "dp2 pp2 zero2 dualpipev tied bert",
     "tp2 sp dp2 pp2 mixtral ep2 alltoall t5relative",
+    *ADAPTER_ROWS,
+    "tp2 sp dp2 pp2 zero3 mixtral ep2 dsa",
 )
 """Rows that combine all axes, and those of other families than GPT."""
 
@@ -79,7 +88,7 @@ PACKED_ROWS = (
 
 _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
 
-_APART: Final = (PACKS, *NUMBER_FORMATS)
+_APART: Final = (PACKS, ADAPTERS, *NUMBER_FORMATS)
 """Options that no table combines."""
 OPTIONS: dict[str, dict[str, str]] = {
     **{option.name: option.words() for option in FEATURE_OPTIONS},
@@ -122,7 +131,7 @@ _REDUCTIONS: tuple[dict[str, str], ...] = (
 """Changes of the other options, tried in order, when they do not fit a combination's sizes."""
 
 _USUAL_APART = tuple(next(iter(option.words())) for option in _APART)
-WITHOUT_FORMATS = " ".join(_USUAL_APART[1:])
+WITHOUT_FORMATS = " ".join(_USUAL_APART[2:])
 """Words of the default number formats."""
 
 WORDS: dict[str, int] = {word: place for place, words in enumerate(OPTIONS.values()) for word in words}

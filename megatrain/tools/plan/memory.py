@@ -20,6 +20,7 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
+from megatrain.config.subjects.model import CHUNK_TOKENS
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
@@ -70,7 +71,9 @@ def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
     """Return an estimate for each pipeline rank."""
     weights, placement = rank_weights(workload, layout), layout.placement
     starts = [sum(layout.split[:number]) for number in range(len(layout.split) + 1)]
-    whole = replace(layout, recompute="none", modules=())
+    is_long = workload.seq_length / layout.cp * layout.micro_batch >= 2 * CHUNK_TOKENS
+    chunked = ("mlp",) if layout.recompute == "full" and is_long else ()
+    whole = replace(layout, recompute="none", modules=chunked)  # whose MLPs hold a chunk of tokens
     saved_by, whole_by, deferred_by = (
         {sizes: count(workload, one, sizes) for sizes in set(workload.all_layers)}
         for count, one in ((_layer_bytes, layout), (_layer_bytes, whole), (_deferred_bytes, layout))

@@ -28,7 +28,7 @@ from megatrain.model.experts.experts import ExpertBranch
 from megatrain.model.gpt import Model
 from megatrain.model.head import Head
 from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
-from megatrain.model.implementations.local import LocalActivationRowLinear
+from megatrain.model.implementations.local import LocalRowLinear
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, TransformerLayer
 from megatrain.parallel.batch import Batch, PassInfo
@@ -67,7 +67,7 @@ class Importance:
                     self._before(branch.proj, partial(self._of_heads, number, attention.num_heads))
                 width = SHARED_FFN if isinstance(branch, ExpertBranch) else FFN
                 for module in branch.modules():
-                    if isinstance(module, LocalActivationRowLinear):
+                    if isinstance(module, LocalRowLinear) and module.activation is not None:
                         self._before(module, partial(self._of_neurons, f"{number}.{width}", module))
                     elif isinstance(module, LocalGroupedMlp):
                         self._before(module, partial(self._of_experts, number, module))
@@ -122,7 +122,7 @@ class Importance:
         wide = heads.to(accumulation_dtype(heads.dtype))
         self._add_mean(f"{number}.{HEADS}", wide.unflatten(-1, (num_heads, -1)).norm(dim=-1))
 
-    def _of_neurons(self, name: str, module: LocalActivationRowLinear, x: Tensor, *_: Any) -> None:
+    def _of_neurons(self, name: str, module: LocalRowLinear, x: Tensor, *_: Any) -> None:
         assert module.activation is not None
         self._add_mean(name, activate(x, module.activation))
 

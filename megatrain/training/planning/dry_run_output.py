@@ -290,6 +290,8 @@ def _packs(found: DryRun) -> Iterator[str]:
     )
     groups = ", ".join(f"{count:,} on {size} rank{'s' * (size > 1)}" for size, count in packs.packs.items())
     yield f"  {packs.scheduler}: {groups}; idle {packs.idle_share:.1%}, {packs.time_over_bound - 1:.1%} above a lower bound"
+    if packs.ranks_in_step > 1:
+        yield f"  {packs.ranks_in_step} ranks share experts or weights: their passes of one number begin together, and wait for the longest"
     for name, ratio in packs.time_by_scheduler.items():
         yield f"  {name} with groups of the largest size would take {ratio:.2f} x as long"
     yield from (f"  {line}" for line in packs.drawing[:_MAX_DRAWN_RANKS])

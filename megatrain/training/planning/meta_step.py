@@ -162,7 +162,7 @@ class MetaOperations:
         if factory is not None:
             return _created(factory)
         result = func(*args, **kwargs)
-        if _is_meta(result):
+        if _is_meta(result) and not _storages(result) & _storages((args, *kwargs.values())):
             self._factories[key] = _factory(result)
         return result
 
@@ -217,6 +217,11 @@ def _is_meta(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.is_meta
     return not isinstance(value, (tuple, list)) or all(_is_meta(item) for item in value)
+
+
+def _storages(value: Any) -> set[int]:
+    """Return the storages of a tensor or of several. `aten._unsafe_view` returns its argument's, which its schema does not say."""
+    return {storage_id(tensor.untyped_storage()) for tensor in _tensors(value)}
 
 
 def _key(value: Any) -> Any:

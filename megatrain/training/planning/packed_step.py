@@ -30,6 +30,8 @@ class PackedStep:
     """Time of the step, divided by a time that no schedule is below."""
     idle_share: float
     """Share of the ranks' time in which they wait."""
+    ranks_in_step: int
+    """Ranks whose passes wait for each other, because they share experts or weights."""
     time_by_scheduler: dict[str, float]
     """Times of the other schedulers with groups of the largest size, divided by this one's."""
     drawing: tuple[str, ...]
@@ -57,6 +59,7 @@ def packed_step(plan: Plan, samples: SampleDataset) -> PackedStep:
         packs=dict(sorted(Counter(pack.size for pack in packs).items())),
         time_over_bound=step.time / lower_bound(lengths, costs, domain),
         idle_share=step.idle_share,
+        ranks_in_step=domain.num_in_step,
         time_by_scheduler=others,
         drawing=tuple(drawing(packs, step, domain)),
     )

@@ -38,14 +38,24 @@ def pack_costs(plan: Plan) -> PackCosts:
 
 def pack_domain(plan: Plan) -> PackDomain:
     """Return the ranks of dp and cp and their groups."""
-    parallel = plan.config.parallel
+    parallel, derived = plan.config.parallel, plan.derived
     assert parallel.max_seqlen_per_dp_cp_rank is not None, "it is derived with packs"
+    num_ranks = derived.data_parallel_size * parallel.context_parallel_size
+    of_experts = parallel.expert_model_parallel_size * derived.expert_tensor_parallel_size
+    of_experts //= parallel.tensor_model_parallel_size
     return PackDomain(
-        num_ranks=plan.derived.data_parallel_size * parallel.context_parallel_size,
-        sizes=plan.derived.pack_group_sizes,
+        num_ranks=num_ranks,
+        sizes=derived.pack_group_sizes,
         tokens_per_rank=parallel.max_seqlen_per_dp_cp_rank,
         multiple=row_multiple(plan.config),
+        num_in_step=num_ranks if _has_equal_passes(plan) else max(of_experts, 1),
+        filler_length=plan.config.data.seq_length if of_experts > 1 else 0,
     )
+
+
+def _has_equal_passes(plan: Plan) -> bool:
+    """Return whether all ranks communicate in each pass, to gather weights or to reduce gradients."""
+    return plan.config.parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
 
 
 def pack_settings(plan: Plan) -> PackSettings:
@@ -57,8 +67,7 @@ def pack_settings(plan: Plan) -> PackSettings:
         domain=pack_domain(plan),
         seq_length=plan.config.data.seq_length,
         documents_per_pass=plan.config.training.micro_batch_size * plan.derived.data_parallel_size,
-        has_equal_passes=parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"),
-        has_equal_rows=parallel.expert_model_parallel_size > 1,
+        has_equal_passes=_has_equal_passes(plan),
     )
 
 

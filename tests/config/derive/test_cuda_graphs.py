@@ -42,6 +42,7 @@ def test_what_differs_between_micro_batches_is_read_from_memory(plan_of, flags):
         ("--transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise",
          Facts(device="cuda", libraries={"transformer_engine": "2.20.2"}), "FP8 modules of Transformer Engine"),
         ("--data-parallel-sharding-strategy optim_grads", Facts(device="cuda", world_size=2), "ZeRO-2"),
+        ("--pack-documents --calculate-per-token-loss --micro-batch-size 1", Facts(device="cuda"), "without --pack-documents"),
         ("--num-experts 4", Facts(device="cuda", device_capability=(8, 0)), "wait for the host on this GPU"),
         ("--num-experts 4 --moe-ffn-hidden-size 300", Facts(device="cuda"), "sizes of experts"),
         ("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall",

@@ -184,10 +184,10 @@ def test_yaml_files_get_the_same_answers(notes_and_problems, tmp_path, place):
 
 def test_yaml_files_hold_lists_text_and_nothing(notes_and_problems, tmp_path):
     file = tmp_path / "run.yaml"
-    for value in ("1", "[1]"):
-        file.write_text(f"model:\n  mlp_chunks_for_training: {value}\n")
+    for value in ("fp32", "[fp32]"):
+        file.write_text(f"model:\n  main_grads_dtype: {value}\n")
         (note,), problems = notes_and_problems("--config", str(file))
-        assert note.startswith(f"{file}:2: mlp_chunks_for_training: 1 has no effect: ")
+        assert note.startswith(f"{file}:2: main_grads_dtype: fp32 has no effect: ")
         assert problems == []
     file.write_text("model:\n  gdp_num_householder:\n")
     assert notes_and_problems("--config", str(file)) == (

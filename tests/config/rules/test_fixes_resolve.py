@@ -85,7 +85,7 @@ TRIED = {
     "a length of all positions that context ranks do not divide": (
         "--context-parallel-size 3 --max-position-embeddings 128", Facts(world_size=3),
     ),
-    "sparse attention": ("--experimental-attention-variant dsa --multi-latent-attention", None),
+    "sparse attention": ("--experimental-attention-variant dsa", None),
     "a typo": ("--num-layer 4", None),
     "heads, groups and ranks": (
         "--num-attention-heads 6 --hidden-size 96 --group-query-attention --num-query-groups 3 --tensor-model-parallel-size 2",

@@ -9,6 +9,8 @@ CUDA = Facts(device="cuda")
 A100 = Facts(
     device="cuda", device_name="NVIDIA A100", device_capability=(8, 0), libraries={"flash-attn-4": "4.0.0b36"}
 )
+TE = Facts(device="cuda", device_capability=(9, 0), libraries={"transformer_engine": "2.20.2"})
+TWO = Facts(device="cuda", world_size=2)
 WIDE_HEADS = AttentionSpec(num_heads=4, num_query_groups=4, head_dim=136)
 
 
@@ -20,6 +22,14 @@ def layers(groups, width, other_groups="4"):
 
 
 CASES = {
+    "mlp_chunks_are_supported": [
+        ("--mlp-chunks-for-training 2 --bf16 --transformer-impl transformer_engine", "", TE,
+         ("--mlp-chunks-for-training", "--transformer-impl transformer_engine"), ("--transformer-impl local",)),
+        ("--mlp-chunks-for-training 2 --bf16 --fp8-format hybrid", "", None,
+         ("--mlp-chunks-for-training", "FP8"), ("remove --mlp-chunks-for-training",)),
+        ("--mlp-chunks-for-training 2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "", TWO,
+         ("--mlp-chunks-for-training", "--tp-comm-overlap"), ("remove --tp-comm-overlap",)),
+    ],
     "conflicting_settings": [
         ("--qk-layernorm --qk-layernorm-width all_heads --normalization LayerNorm", "", None,
          ("--qk-layernorm-width all_heads", "--normalization LayerNorm"),

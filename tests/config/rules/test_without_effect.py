@@ -9,6 +9,9 @@ from megatrain.config.schema.tree import settings
 
 CASES = [
     ("--lora-alpha 8", "", ("--lora-alpha 8.0 has no effect", "without --lora-rank")),
+    ("--eval-tasks-interval 5", "", ("--eval-tasks-interval 5 has no effect", "without --eval-tasks")),
+    ("--dsa-indexer-topk 64 --dsa-indexer-use-sparse-loss", "",
+     ("--dsa-indexer-topk 64", "--dsa-indexer-use-sparse-loss", "have no effect", "--experimental-attention-variant")),
     ("--eval-with-ema", "", ("--eval-with-ema has no effect", "without --ema-decay")),
     ("--mask-prob 0.2 --short-seq-prob 0.3", "",
      ("--mask-prob 0.2, --short-seq-prob 0.3 have no effect", "--model-family is bert or t5")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from megatrain.config.errors import ConfigError, InputError, MegatrainError
+from megatrain.data.samples.blend import BlendedDataset, BlendIndex
+from megatrain.data.samples.dataset import PlannedDataset, ShiftedDataset, lengths_of
 from megatrain.data.samples.document_dataset import DocumentDataset, build_document_index
 from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.pack_loader import PackLoader, PackSettings
@@ -84,6 +87,45 @@ def test_lengths_are_known_without_reading() -> None:
     assert samples.source.num_read == 0  # type: ignore[attr-defined]
 
 
+def test_lengths_of_many_samples_are_those_of_their_spans() -> None:
+    """Of several plans, after a phase, and of a blend, in any order."""
+    parts = [dataset(num_samples=3 * NUM_SAMPLES), dataset(4)]
+    plans = PlannedDataset([ShiftedDataset(parts[0], 7), *parts], [20, 15, 5])
+    random = np.random.default_rng(0)
+    index = BlendIndex(
+        np.tile([0, 1, 2], 8).astype(np.int16), np.repeat(np.arange(8), 3) + np.tile([0, 0, 7], 8)
+    )
+    blend = BlendedDataset([*parts, plans], index)
+    for samples, first in ((parts[0], 0), (plans, 7), (blend, 0)):
+        numbers = random.permutation(np.arange(first, len(samples)))
+        expected = [sum(span.length for span in samples.spans(k)) for k in numbers.tolist()]
+        assert lengths_of(samples, numbers).tolist() == expected
+    with pytest.raises(ConfigError, match="earlier phase"):
+        lengths_of(plans, np.array([9, 6]))
+
+
+def test_a_step_of_a_hundred_thousand_documents_is_scheduled_in_a_second() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(7, 1.5, 200_000), 16, 131_072).astype(np.int32)
+    index = build_document_index(lengths, range(len(lengths)), seq_length=131_072, seed=1, num_samples=None)
+    samples = DocumentDataset(Source(), index, SampleOptions(seq_length=131_072, eod=None))
+    settings = PackSettings(
+        scheduler=balanced_packs,
+        costs=PackCosts(pair=1 / 50_000, each=100),
+        domain=PackDomain(num_ranks=64, sizes=(1, 2, 4, 8, 16, 32, 64), tokens_per_rank=32_768, multiple=64),
+        seq_length=131_072,
+        documents_per_pass=1,
+        has_equal_passes=False,
+    )
+    loader = PackLoader(samples, len(samples), settings, rank=0, device=torch.device("cpu"), num_workers=0)
+    for attempt in range(3):  # other processes share the processor's caches
+        start = time.process_time()
+        found, packs = loader.schedule(50_000, 100_000)
+        if time.process_time() - start < 1:
+            break
+        assert attempt < 2, "slower than a second three times"
+    assert sum(pack.num_tokens for pack in packs) == found.sum()
+
+
 def test_a_split_without_two_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="two tokens"):
         dataset(part=range(1, 2))
@@ -111,7 +153,6 @@ def loaders() -> Loaders:
             seq_length=LIMIT,
             documents_per_pass=2,
             has_equal_passes=has_equal_passes,
-            has_equal_rows=False,
         )
         device = torch.device("cpu")
         return [

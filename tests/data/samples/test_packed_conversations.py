@@ -13,6 +13,7 @@ from megatrain.data.indexed.reader import loss_mask_of
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.data.samples.build import SamplePlans, SplitBuilder
 from megatrain.data.samples.conversations import OPEN_SAMPLES, packed
+from megatrain.data.samples.dataset import lengths_of
 from megatrain.data.samples.gpt_dataset import SampleOptions
 
 SEQ_LENGTH = 32
@@ -90,6 +91,13 @@ def test_samples_of_a_longer_order_start_with_those_of_a_shorter_one(tmp_path):
     assert rows[: len(one)] == [one[k].tokens.tolist() for k in range(len(one))]
     assert rows[: len(one)] != rows[len(one) : 2 * len(one)]
     assert many.index.num_epochs == 1 + (99 // len(one))
+
+
+def test_lengths_of_many_samples_are_those_of_their_spans(tmp_path):
+    samples = build(write(tmp_path / "a", random_conversations(longest=2 * SEQ_LENGTH)))
+    numbers = np.random.default_rng(1).permutation(len(samples))
+    expected = [sum(span.length for span in samples.spans(k)) for k in numbers.tolist()]
+    assert lengths_of(samples, numbers).tolist() == expected
 
 
 def test_a_long_conversation_is_cut_at_its_end(tmp_path):

@@ -21,7 +21,10 @@ from megatrain.training.distillation.teacher import RunTeacher
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 CASE = "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume"
-STUDENT = [*MODEL, *"--num-layers 2 --hidden-size 16 --train-iters 4 --eval-iters 0 --log-interval 1".split()]
+STUDENT = [
+    *MODEL,
+    *"--num-layers 2 --hidden-size 16 --global-batch-size 4 --train-iters 4 --eval-iters 0 --log-interval 1".split(),
+]
 """Of half the depth and width of `MODEL`."""
 LOSSES = "--no-kd-skip-lm-loss --kd-temperature 2 --kd-layer-pairs final:final:mse".split()
 

@@ -17,9 +17,9 @@ from megatrain.tools.worker_pool import WorkerPool
 
 FLAGS = [
     *MODEL,
-    *"--train-iters 4 --lr-warmup-iters 1 --lr 1e-2 --eval-iters 0 --log-interval 1 --params-dtype float64".split(),
+    *"--num-layers 2 --global-batch-size 4 --train-iters 4 --lr-warmup-iters 1 --lr 1e-2 --eval-iters 0 --log-interval 1 --params-dtype float64".split(),
 ]
-ADAPTERS = "--lora-rank 3 --lora-alpha 6".split()
+ADAPTERS = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.2".split()
 LAYOUTS = {
     "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "tp2 pp2 recomputed": (

@@ -30,7 +30,8 @@ from megatrain.tools.worker_pool import WorkerPool
 
 FLAGS = [
     *MODEL,
-    *"--train-iters 4 --lr-warmup-iters 1 --eval-iters 0 --log-interval 1 --params-dtype float64 --qat-group-size 4".split(),
+    *"--num-layers 2 --global-batch-size 4 --train-iters 4 --lr-warmup-iters 1 --eval-iters 0 --log-interval 1".split(),
+    *"--params-dtype float64 --qat-group-size 4".split(),
 ]
 LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),

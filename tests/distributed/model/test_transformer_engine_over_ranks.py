@@ -95,7 +95,7 @@ def test_local_computes_the_products_that_overlap(pool: WorkerPool) -> None:
         pool.run(2, linear_layers, Layout.of(f"tp2 sp gpt2 {word}"))[0] for word in ("tpwaits", "tpoverlap")
     )
     assert without == {"TEColumnLinear", "TERowLinear"}
-    assert with_overlap == {"LocalColumnLinear", "LocalRowLinear", "LocalActivationRowLinear"}
+    assert with_overlap == {"LocalColumnLinear", "LocalRowLinear"}
 
 
 def linear_layers(rank: int, world_size: int, layout: Layout) -> set[str]:

@@ -5,11 +5,13 @@ import hashlib
 import itertools
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from run_here import train_here
 
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_gather, all_reduce
@@ -35,6 +37,19 @@ def test_groups_have_the_ranks_of_the_grid(pool: WorkerPool) -> None:
         for received, expected in found.values():
             assert received == expected
             assert rank in expected
+
+
+def threads_of_groups(_rank: int, _world_size: int) -> int:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+def test_a_run_that_has_ended_keeps_no_group(pool: WorkerPool) -> None:
+    """Threads of groups take time from later runs of this process."""
+    before = pool.run(1, threads_of_groups)
+    short = "--num-layers 1 --train-iters 1 --lr-warmup-iters 0 --eval-iters 0 --tensor-model-parallel-size 2"
+    assert set(pool.run(2, train_here, short.split())) == {0}
+    assert pool.run(1, threads_of_groups) == before
 
 
 Group = tuple[str, ...]

@@ -30,7 +30,8 @@ from megatrain.tools.parity.measure import (
     tiny_plan,
     weights_of,
 )
-from megatrain.tools.parity.rows import ALWAYS, PACKED_ROWS, QUICK_ROWS, Layout, pairwise_rows
+from megatrain.tools.parity.models import MODELS
+from megatrain.tools.parity.rows import ALWAYS, PACKED_ROWS, QUICK_ROWS, Layout, is_row, pairwise_rows
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.build import build_schedules
 
@@ -69,6 +70,9 @@ LOW_PRECISION_LAYOUTS = (
     "tp2 sp dp2 zero1 overlap uniform documents",
     "dp2 zero1 deepseek ep2",
     "tp2 sp cp2 qwenmoe ep2 etp2 alltoall",
+    "tp2 sp dp2 zero1 bert attentiondropout",
+    "cp2 dp2 zero3 overlap tied mlm",
+    "dp2 pp2 zero2 t5",
 )
 
 
@@ -80,6 +84,26 @@ def test_a_layout_differs_by_rounding_only(
 ) -> None:
     verdict = low_precision[precision].compare(Layout.of(text))
     assert verdict.is_good, verdict
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_has_rows_in_low_precision(model: str) -> None:
+    """Its loss is the same with micro-batches of any size, whose noise is measured."""
+    layout = of_any_micro_batch(Layout.of(model))
+    assert is_row(layout.words)
+    assert is_supported_in("bf16", layout)
+    whole, halves = (sum_of_means(layout, micro_batch=size) for size in (2, 1))
+    assert halves == pytest.approx(whole, rel=1e-12)
+
+
+def sum_of_means(layout: Layout, *, micro_batch: int) -> float:
+    """Return the mean of labels, as the loss of a global batch weights them."""
+    batches = list(local_batches(0, layout, 0, micro_batch=micro_batch, has_even_labels=layout.has("means")))
+    sums = [float((one.labels.double() * one.loss_mask.double()).sum()) for one in batches]
+    counts = [float(one.loss_mask.sum()) for one in batches]
+    if layout.has("tokens"):
+        return sum(sums) / sum(counts)
+    return sum(total / count for total, count in zip(sums, counts, strict=True)) / len(batches)
 
 
 @pytest.mark.parametrize(

@@ -197,9 +197,9 @@ def test_a_renamed_argument_is_found(library: ModuleType) -> None:
         ({"sink": "zero"}, {}, "LocalContextAttention"),
         ({"dropout": 0.1}, {}, "LocalContextAttention"),
         ({"qk_norm": "all_heads"}, {}, "LocalSplitRmsNorm"),
-        ({}, {"activation": "gelu"}, "LocalActivationRowLinear"),
-        ({}, {"clamp": 7.0}, "LocalActivationRowLinear"),
-        ({}, {"offset": 1.0}, "LocalActivationRowLinear"),
+        ({}, {"activation": "gelu"}, "LocalRowLinear"),
+        ({}, {"clamp": 7.0}, "LocalRowLinear"),
+        ({}, {"offset": 1.0}, "LocalRowLinear"),
     ],
 )
 def test_local_supplies_a_leaf_that_the_library_lacks(

@@ -4,8 +4,11 @@ import pytest
 
 from megatrain.config import parse
 from megatrain.config.environment import LaunchEnvironment
+from megatrain.tools.parity.measure import tiny_plan
+from megatrain.tools.parity.rows import Layout
 from megatrain.training.planning.dry_run import examine
 from megatrain.training.planning.dry_run_output import as_text, to_dict
+from megatrain.training.planning.packs import pack_domain
 
 RUN = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --mock-data --vocab-size 300 --lr 1e-3 --train-iters 4"
@@ -34,6 +37,21 @@ def test_each_rank_has_a_line_of_letters(found):
     lines = [line for line in text.splitlines() if line.startswith("  rank ") and len(line) > 70]
     assert len(lines) == 4
     assert f"of {found.packs.tokens:,} tokens, the longest {found.packs.longest:,}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "num_in_step", "is_filled"),
+    [
+        ("tp2 sp dp4 zero1", 1, False),
+        ("tp2 sp dp4 zero1 mixtral ep2 etp2", 2, True),
+        ("tp2 sp dp4 zero1 mixtral ep2", 1, False),
+        ("tp2 sp dp4 zero3", 4, False),
+    ],
+)
+def test_ranks_that_share_experts_or_weights_are_simulated_in_step(words, num_in_step, is_filled):
+    layout = Layout.of(f"{words} tokens packs")
+    found = pack_domain(tiny_plan(layout, layout.world_size))
+    assert (found.num_in_step, found.filler_length > 0) == (num_in_step, is_filled)
 
 
 def test_memory_is_that_of_the_largest_pack(found):

@@ -1,6 +1,6 @@
-"""DeepSeek V2 and V3: multi-latent attention, first layers dense, then experts in groups with shared ones.
+"""DeepSeek V2, V3 and V3.2: multi-latent attention, first layers dense, then experts in groups with shared ones.
 
-V3 selects experts by sigmoid scores with a bias per expert; its layers of multi-token prediction stay out, as in transformers.
+V3 selects experts by sigmoid scores with a bias per expert, and V3.2 keys by an indexer; their layers of multi-token prediction stay out, as in transformers.
 """
 
 from dataclasses import dataclass
@@ -76,6 +76,28 @@ class _ExpertLayers:
     def write(self, config: Config) -> dict[str, Any]:
         has_experts = parse_expert_pattern(config.experts.moe_layer_freq, config.model.num_layers)
         return {"first_k_dense_replace": has_experts.index(True) if True in has_experts else 0}
+
+
+class _KindsOfLayers:
+    """Lists of kinds of layers: an indexer in all, and those with experts; the second list overrides `first_k_dense_replace`."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        num_layers = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
+        indexed = ["indexed_attention"] * num_layers
+        if source.get("layer_types", default=indexed) != indexed:
+            raise source.refusal("layer_types", source.get("layer_types"), "every layer has an indexer")
+        kinds = source.get("mlp_layer_types")
+        if kinds is None:
+            return {}
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+            raise source.refusal(
+                "mlp_layer_types", kinds, f"a list of dense and sparse for {num_layers} layers"
+            )
+        return {"experts.moe_layer_freq": layer_list([kind == "sparse" for kind in kinds])}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        has_experts = parse_expert_pattern(config.experts.moe_layer_freq, config.model.num_layers)
+        return {"mlp_layer_types": ["sparse" if one else "dense" for one in has_experts]}
 
 
 @dataclass(frozen=True)
@@ -193,6 +215,13 @@ _LAYER: Final = {
     "mlp.shared_experts.down_proj": "mlp.shared.down",
 }
 
+_INDEXER: Final = {
+    "self_attn.indexer.wq_b": "attention.index_q",
+    "self_attn.indexer.wk": "attention.index_k",
+    "self_attn.indexer.k_norm": "attention.index_k_norm",
+    "self_attn.indexer.weights_proj": "attention.index_weights",
+}
+
 DEEPSEEK_V2: Final = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -208,25 +237,49 @@ DEEPSEEK_V2: Final = Family(
     modules=modules(_LAYER),
     buffers=BUFFERS,
 )
+_BIAS: Final = {"mlp.gate.e_score_correction_bias": "mlp.router.expert_bias"}
+_OF_V3: Final[tuple[ConfigPart, ...]] = (
+    *_config(first_dense=3, shared=1, scaling=2.5, experts=256, heads=128),
+    Value("num_experts_per_tok", "experts.moe_router_topk", default=8),
+    Choice("scoring_func", {"sigmoid": {}}),
+    Choice("topk_method", {"noaux_tc": {}}),
+    Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
+    Choice("rope_interleave", {True: {}}, reason="adjacent channels form a pair"),
+    ExpertGroups(best=2, groups=8, used=4),
+    Fixed(
+        {
+            "experts.moe_router_score_function": "sigmoid",
+            "experts.moe_router_enable_expert_bias": True,
+        }
+    ),
+)
+_MTP: Final = LeftOut("model.layers", "layers of multi-token prediction", _layers_of_prediction)
 DEEPSEEK_V3: Final = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
+    config=_OF_V3,
+    modules=modules(_LAYER, _BIAS),
+    buffers=BUFFERS,
+    more_layers=_MTP,
+)
+DEEPSEEK_V32: Final = Family(
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
     config=(
-        *_config(first_dense=3, shared=1, scaling=2.5, experts=256, heads=128),
-        Value("num_experts_per_tok", "experts.moe_router_topk", default=8),
-        Choice("scoring_func", {"sigmoid": {}}),
-        Choice("topk_method", {"noaux_tc": {}}),
-        Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
-        Choice("rope_interleave", {True: {}}, reason="adjacent channels form a pair"),
-        ExpertGroups(best=2, groups=8, used=4),
+        *_OF_V3,
+        _KindsOfLayers(),
+        Value("index_n_heads", "model.dsa_indexer_n_heads", default=64),
+        Value("index_head_dim", "model.dsa_indexer_head_dim", default=128),
+        Value("index_topk", "model.dsa_indexer_topk", default=2048),
+        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
         Fixed(
             {
-                "experts.moe_router_score_function": "sigmoid",
-                "experts.moe_router_enable_expert_bias": True,
+                "model.experimental_attention_variant": "dsa",
+                "model.dsa_indexer_k_norm_epsilon": 1e-6,
             }
         ),
     ),
-    modules=modules(_LAYER, {"mlp.gate.e_score_correction_bias": "mlp.router.expert_bias"}),
+    modules=modules({**_LAYER, **_INDEXER}, _BIAS),
     buffers=BUFFERS,
-    more_layers=LeftOut("model.layers", "layers of multi-token prediction", _layers_of_prediction),
+    more_layers=_MTP,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from megatrain.data.tokenizers.vocabularies import NUM_CASED_SENTINELS
+from megatrain.tools.parity.features import ADAPTERS
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.measure import LOW_PRECISIONS, PRECISION_FLAGS
 from megatrain.tools.parity.models import MODELS
@@ -127,6 +128,7 @@ _SINGLE: Final[dict[str, dict[str, str]]] = {
         "zeros": "--log-num-zeros-in-grad",
         "layerlog": "--moe-per-layer-logging",
     },
+    ADAPTERS.name: {word: flags for word, flags in ADAPTERS.words().items() if flags},
     "save interval": {"savesoften": "--save-interval 1"},
     "skipped": {"skipsiteration": "--iterations-to-skip 2"},
     "seed": {"otherseed": "--seed 7"},

@@ -1,0 +1,1 @@
+"""Scores of downstream tasks by the model that trains."""
