@@ -46,6 +46,8 @@ NOT_RUN = {
     "python scripts/benchmarks/data.py": "it takes minutes, 10 billion tokens and 64 MB of text",
     "python scripts/benchmarks/initialization.py": "it draws a billion weights",
     "pip install": "it needs a network",
+    "bash runs/ladder/run.sh": "it trains nine models; tests/tools/test_ladder.py trains smaller ones",
+    "megatrain ladder fit": "it needs these models",
     "python scripts/command_lines.py": "it rewrites its page",
 }
 """Commands that begin with these words, and why."""

@@ -23,6 +23,7 @@ from megatrain.config.errors import Problem
 DEFAULT_PORT = 29500
 _FIRST_DERIVED_PORT, _NUM_DERIVED_PORTS = 15000, 15000
 """Range of ports below the ephemeral ports of operating systems."""
+_SHORTEST_SECRET = 6
 _SUPERVISOR, _GENERATION = "MEGATRAIN_SUPERVISOR", "MEGATRAIN_GENERATION"
 
 
@@ -144,6 +145,14 @@ def has_expandable_segments() -> bool:
     """Return whether the user has set that torch's allocator extends memory in pieces."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return any("expandable_segments:True" in os.environ.get(name, "") for name in names)
+
+
+def without_secrets(text: str) -> str:
+    """Return an error of another program without keys of the environment and passwords of URLs, which it may quote."""
+    for name, value in os.environ.items():
+        if re.search("KEY|TOKEN|PASSWORD|SECRET", name, re.IGNORECASE) and len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, f"<{name}>")
+    return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 def user_cache() -> Path | None:

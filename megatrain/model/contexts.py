@@ -6,6 +6,7 @@ PackContexts     packs of documents, each split over a group of its own (`parall
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.rotary import cos_sin_tables
 from megatrain.model.layer import RotaryEmbedding
 from megatrain.parallel.context.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
@@ -62,9 +64,20 @@ class SampleContexts:
         return ContextParallel(self.grid.cp)
 
     def _rope(self, spec: RotarySpec, head_dim: int) -> RotaryEmbedding:
-        rows = self.seq_length // self.cp.size
-        positions = self.cp.positions(rows, torch.device("cpu")).to(self.device)
-        return RotaryEmbedding(spec, head_dim, positions, self.dtype)
+        def positions(rows: int) -> Tensor:
+            return self.cp.positions(rows, torch.device("cpu")).to(self.device)
+
+        def tables(rows: int) -> tuple[Tensor, Tensor]:
+            return (
+                rope.tables
+                if rows == whole
+                else cos_sin_tables(spec, head_dim, positions(rows), dtype=self.dtype)
+            )
+
+        whole = self.seq_length // self.cp.size
+        rope = RotaryEmbedding(spec, head_dim, positions(whole), self.dtype)
+        rope.tables_of = functools.cache(tables) if self.cp.size > 1 else None
+        return rope
 
 
 class PackContexts(SampleContexts):

@@ -10,7 +10,7 @@ one kernel does this addition and the norm, unless dropout did it; branches of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class RotaryEmbedding(nn.Module):
     """RoPE over the first channels of each head; other channels pass unchanged.
 
     Args:
-        positions: positions of this rank's rows; shorter sequences use the first of them.
+        positions: positions of this rank's rows; without `tables_of`, shorter sequences use the first of them.
         dtype: dtype of the tables.
     """
 
@@ -122,6 +122,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.tables = cos_sin_tables(spec, head_dim, positions, dtype=dtype)
         self.is_interleaved = spec.is_interleaved
+        self.tables_of: Callable[[int], tuple[Tensor, Tensor]] | None = None  # for any number of rows
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a pointwise module)
         return functions.apply_rope(x, *self.rows(x.shape[0]), is_interleaved=self.is_interleaved)
@@ -132,8 +133,8 @@ class RotaryEmbedding(nn.Module):
         return functions.apply_rope_to_qkv(qkv, sizes, *rows, is_interleaved=self.is_interleaved)
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the tables of this rank's first rows."""
-        cos, sin = self.tables
+        """Return the tables of this number of rows."""
+        cos, sin = self.tables if self.tables_of is None else self.tables_of(count)
         return (cos, sin) if count == len(cos) else (cos[:count], sin[:count])
 
 

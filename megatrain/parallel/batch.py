@@ -54,6 +54,7 @@ class Batch:
     """Images of each sample, float32 [b, images, channels, height, width]: token -1 - r has row r of its sample's vectors."""
     ahead: tuple[Batch, ...] = ()
     """The micro-batch one token ahead, two tokens ahead ..., for multi-token prediction: see `with_batches_ahead`."""
+    pieces: int = 1  # so many samples here are one of the data, see `data/pieces.py`
     denominator: InitVar[Tensor | None] = None
     """Value of `loss_denominator`; None: the number of this batch's tokens that count."""
     loss_denominator: Tensor = field(init=False)
@@ -93,6 +94,7 @@ class PassInfo:
     """Index of the micro-batch in this step."""
     first_sample: int | Tensor = 0
     """Index of its first sample in the run, the same under every layout; dropout is keyed by it. A CUDA graph reads it from the device."""
+    pieces: int = 1  # as of `Batch`; `first_sample` counts pieces
     documents: Documents | None = None
     """Documents of the batch."""
     is_token: Tensor | None = None

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "plan": ("plan.cli", "find the best layout of a run, or the best pipeline schedule for given times"),
     "doctor": ("doctor.cli", "check hosts, GPUs, disks and network before a run"),
     "quantize": ("quantization.cli", "write a checkpoint as a folder of transformers with quantized weights"),
+    "ladder": ("ladder.cli", "write small runs of a model, and predict its loss by a scaling law"),
     "report": ("report", "write the curves of runs as one HTML page"),
     "watch": ("watch", "show the state of runs in a terminal"),
     "alerts": (

@@ -18,12 +18,14 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.config import Facts, Plan
+from megatrain.config.derive.batch_sizes import length_steps, num_pieces
 from megatrain.config.derive.vision import image_shape, sample_length, text_length
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.subjects.data_plans import train_end
 from megatrain.config.user_function import user_function
 from megatrain.data.fill_in_middle import fill_in_middle
+from megatrain.data.pieces import PieceLoader
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
@@ -431,6 +433,9 @@ class _LoaderBuilder:
         train = None
         if lengths.train is not None:
             train = self._batches(splits.train, self._sampler(self.shard, lengths.train), lengths.train)
+            steps = length_steps(self.config)
+            if steps is not None:
+                train = PieceLoader(train, lambda consumed: num_pieces(steps, self.config, consumed))
         return RunBatches(train, tuple(evaluations))
 
     def _sampler(self, shard: DataShard, length: int) -> Sampler:

@@ -225,7 +225,8 @@ class Engine:
         return [
             PassInfo(
                 microbatch=number,
-                first_sample=first_sample + (number * dp.size + dp.rank) * micro,
+                first_sample=(first_sample + (number * dp.size + dp.rank) * micro) * batch.pieces,
+                pieces=batch.pieces,
                 documents=batch.documents,
                 is_token=batch.is_token,
                 loss_scale=scale,

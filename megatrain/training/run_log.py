@@ -1,7 +1,7 @@
 """Logs iterations and evaluations to files, curves and the terminal.
 
     StepReport ─> values of the iteration ─┬─> metrics.jsonl                  every iteration
-                                           ├─> TensorBoard, W&B               every --tensorboard-log-interval
+                                           ├─> TensorBoard, trackers          every --tensorboard-log-interval
                                            ├─> the log line, with means       every --log-interval
                                            └─> the progress bar               on a terminal
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megatrain.config import Plan
+from megatrain.config.derive.batch_sizes import length_steps, num_pieces
 from megatrain.parallel.packs.context import StepWork
 from megatrain.training.callbacks import RunCallbacks
 from megatrain.training.launch.ranks import Ranks
@@ -28,7 +29,6 @@ from megatrain.training.logging.console import format_duration
 from megatrain.training.logging.curves import (
     CurveWriter,
     TensorBoardCurves,
-    WandbCurves,
     evaluation_scalars,
     iteration_scalars,
 )
@@ -42,6 +42,7 @@ from megatrain.training.logging.metrics import (
     router_values,
 )
 from megatrain.training.logging.metrics_file import LogError, MetricsFile, metrics_path
+from megatrain.training.logging.trackers import TrackerCurves, trackers_of
 from megatrain.training.step_report import DeviceTime, StepReport
 from megatrain.training.stragglers import straggler_line
 from megatrain.training.timers import Timers, across_ranks
@@ -71,6 +72,7 @@ class RunLog:
         self._ranks, self._callbacks = ranks, callbacks
         self._config, self._derived = plan.config, plan.derived
         distillation = plan.derived.distillation
+        self._lengths = length_steps(self._config)
         self._kd_names = () if distillation is None else distillation.loss_names
         self._timers = timers
         self.failure: LogError | None = None
@@ -111,15 +113,10 @@ class RunLog:
                 self._curves.append(curves)
         if self.failure is not None:
             raise self.failure
-        if logging.wandb_project is not None:
-            self._curves.append(
-                WandbCurves(
-                    logging,
-                    save_folder=Path(save) if save is not None else None,
-                    settings=plan.config.to_dict(),
-                    warn=self._ranks.console.print,
-                )
-            )
+        folder = Path(save) if save is not None else None
+        for tracker in trackers_of(logging, folder, plan.config.to_dict()):
+            warn = self._ranks.console.print
+            self._curves.append(TrackerCurves(tracker, save_folder=folder, warn=warn))
 
     def speed_note(self) -> str:
         """Return the line that says, once at start, how the speeds in the log are computed."""
@@ -251,6 +248,11 @@ class RunLog:
         derived, device = self._derived, self._ranks.device
         fraction = batch / self._config.training.global_batch_size  # below 1 during batch size ramp-up
         flops, tokens = fraction * derived.flops_per_iteration, fraction * derived.tokens_per_iteration
+        pieces = num_pieces(self._lengths, self._config, consumed_samples - batch)
+        length = None if work else self._config.data.seq_length // pieces
+        if length is not None and pieces > 1:
+            count = batch * self._config.data.seq_length
+            flops = derived.model_spec.training_flops(num_tokens=count, sum_of_squared_lengths=count * length)
         if work is not None:
             tokens, flops = work.num_tokens, derived.model_spec.training_flops(**vars(work))
         tflops = flops / seconds / derived.world_size / 1e12 if self.is_on_gpu else None
@@ -259,6 +261,7 @@ class RunLog:
             "consumed_samples": consumed_samples,
             "consumed_tokens": None if work else consumed_samples * self._config.data.seq_length,
             "global_batch_size": batch,
+            "seq_length": length,
             "lm_loss": report.lm_loss,
             "sop_loss": report.sop_loss,
             "z_loss": report.z_loss,

@@ -1,8 +1,9 @@
-"""Samples per iteration, as a function of the samples consumed before it.
+"""Samples per iteration, and tokens of their pieces, as functions of the samples consumed before it.
 
     constant   --global-batch-size
     ramp       --rampup-batch-size START INCREMENT SAMPLES: from START to --global-batch-size in equal steps
     steps      --step-batch-size-schedule "0:768 250B:1536": each from a given number of tokens on
+    pieces     --seq-length-schedule "0:2048 50B:4096": samples of --seq-length tokens are cut, from a given number of tokens on
 
 The sizes are Megatron-LM's. They depend on the consumed samples only, so a run can resume within a ramp.
 """
@@ -81,7 +82,7 @@ class RampedBatch:
 
 @dataclass(frozen=True)
 class SteppedBatch:
-    """The size of the last threshold reached."""
+    """The size, or the length, of the last threshold reached."""
 
     steps: tuple[tuple[int, int], ...]
     """Pairs of consumed samples and size; the first is at 0."""
@@ -206,24 +207,71 @@ def parse_ramp(words: Iterable[str], *, target: int, pass_size: int = 1) -> Ramp
     return RampedBatch(start, increment, samples, target)
 
 
-def parse_steps(text: str, *, seq_length: int | None) -> SteppedBatch:
-    """Parse --step-batch-size-schedule. Thresholds count tokens; without `seq_length`, samples."""
-    given = f"--step-batch-size-schedule '{text}'"
+def length_steps(config: Config) -> SteppedBatch | None:
+    """Return the lengths of pieces; None: samples are not cut.
+
+    Raises:
+        ConfigError: the schedule is not valid, or has a length that does not divide --seq-length.
+    """
+    text, longest = config.data.seq_length_schedule, config.data.seq_length
+    if text is None:
+        return None
+    steps = parse_steps(text, seq_length=longest, flag="--seq-length-schedule", value="length", example=2048)
+    for length in steps.sizes:
+        if longest % length:
+            raise ConfigError(
+                f"--seq-length-schedule '{text}': a sample of --seq-length {longest} has no whole number of pieces of"
+                f" {length} tokens",
+                fix=f"use --seq-length-schedule '{with_fitting_lengths(text, longest, 1)}'",
+            )
+    return steps
+
+
+def with_fitting_lengths(text: str, longest: int, unit: int) -> str:
+    """Return a schedule whose lengths divide `longest` and are multiples of `unit`, which divides it: the next longer ones."""
+
+    def fitting(entry: re.Match[str]) -> str:
+        length = _number(entry[2], text)
+        counts = range(longest // max(length, unit), 0, -1)
+        pieces = next((one for one in counts if longest % one == 0 and longest // one % unit == 0), 1)
+        return f"{entry[1]}:{longest // pieces}"
+
+    return re.sub(r"([^\s,:]+):([^\s,]+)", fitting, text.strip())
+
+
+def num_pieces(steps: SteppedBatch | None, config: Config, consumed: int) -> int:
+    """Return the pieces of each sample in the iteration that starts after `consumed` samples."""
+    return 1 if steps is None else config.data.seq_length // steps.at(consumed)
+
+
+def parse_steps(
+    text: str,
+    *,
+    seq_length: int | None,
+    flag: str = "--step-batch-size-schedule",
+    value: str = "batch",
+    example: int = 768,
+) -> SteppedBatch:
+    """Parse --step-batch-size-schedule, or another flag of its form. Thresholds count tokens; without `seq_length`, samples."""
+    given = f"{flag} '{text}'"
     steps: dict[int, int] = {}
     for entry in re.split(r"[\s,]+", text.strip()):
         threshold, colon, size = entry.partition(":")
         if not colon:
             raise ConfigError(
-                f"{given}: '{entry}' has no colon", fix="write threshold:batch, such as '0:768 250B:1536'"
+                f"{given}: '{entry}' has no colon",
+                fix=f"write threshold:{value}, such as '0:{example} 250B:{2 * example}'",
             )
         start = _number(threshold, given) // (seq_length or 1)
         if start in steps:
             raise ConfigError(f"{given}: two thresholds fall on sample {start}", fix="leave one of them out")
         steps[start] = _number(size, given)
     if 0 not in steps:
-        raise ConfigError(f"{given}: no threshold is 0", fix="start with a batch at 0, such as '0:768'")
+        raise ConfigError(
+            f"{given}: no threshold is 0", fix=f"start with a {value} at 0, such as '0:{example}'"
+        )
     if not all(steps.values()):
-        raise ConfigError(f"{given}: a batch is 0", fix="use batches above 0")
+        raise ConfigError(f"{given}: a {value} is 0", fix=f"use a {value} above 0")
     return SteppedBatch(tuple(sorted(steps.items())))
 
 

@@ -55,6 +55,16 @@ _PACKED_ALONE: Final = (
     conflict("data.full_validation", why=", whose last batch is not full"),
     conflict("data.multiple_validation_sets", why=", whose last batches are not full"),
 )
+_WHOLE_SAMPLES: Final = (
+    conflict("data.sft", why=", whose conversations stay whole"),
+    conflict("data.pack_documents", why=", whose samples are documents of any length"),
+    conflict("model.model_family", *MASKED_FAMILIES, "vlm", why=", whose samples are no plain text"),
+    conflict("training.cuda_graph_impl", "local", "full_iteration", why=": a graph has one length"),
+    *(
+        conflict(f"distillation.{teacher}", why=": the teacher reads whole samples")
+        for teacher in ("export_kd_teacher_load", "logits_load_dir")
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +129,8 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
         taken_by=ARGS,
     )
     """Tokens per sample. vlm: of its text; those of its images are added."""
+    seq_length_schedule: str | None = setting(None, joins_words=True, taken_by="", conflicts=_WHOLE_SAMPLES)
+    """Lengths of the sequences that are trained, from given numbers of tokens on, such as '0:2048 50B:4096 80B:8192': each sample of --seq-length tokens is cut into pieces of that length, which divides it. Evaluations read whole samples. Not in Megatron-LM."""
     dataloader_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=ORDER, needs=VLM)
     """vlm: tokens of the text of a sample, in place of --seq-length."""
     dataloader_type: Literal["single", "cyclic"] = setting("single", on_resume=ORDER)

@@ -1,4 +1,4 @@
-"""Settings of logs: terminal, `metrics.jsonl`, TensorBoard, W&B, profiles."""
+"""Settings of logs: terminal, `metrics.jsonl`, TensorBoard, trackers, profiles."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,9 @@ from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO
 
 _CUDA = one_of("training.device", "cuda")
-_TENSORBOARD = on("logging.tensorboard_dir", "logging.wandb_project")
+_TENSORBOARD = on(
+    "logging.tensorboard_dir", "logging.wandb_project", "logging.mlflow_experiment", "logging.comet_project"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +51,21 @@ class LoggingConfig(Section, on_resume=SAFE):
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files. Requires the package tensorboard."""
     moe_per_layer_logging: bool = setting(False, needs=(on("experts.num_experts"), _TENSORBOARD))
-    """In TensorBoard and W&B, also log the losses and the maximum load of the router of each layer with experts."""
+    """In TensorBoard and trackers (W&B, MLflow, Comet), also log the losses and the maximum load of the router of each layer with experts."""
     tensorboard_log_interval: int = setting(1, at_least=1, needs=_TENSORBOARD)
-    """Iterations between points in TensorBoard and W&B."""
+    """Iterations between points in TensorBoard and trackers."""
     tensorboard_queue_size: int = setting(1000, at_least=1, needs=on("logging.tensorboard_dir"))
     """Events buffered in memory before TensorBoard writes them; it also writes every two minutes."""
     log_timers_to_tensorboard: bool = setting(False, needs=_TENSORBOARD)
-    """Send the time of iterations and, with --timing-log-level, of their parts to TensorBoard and W&B."""
+    """Send the time of iterations and, with --timing-log-level, of their parts to TensorBoard and trackers (W&B, MLflow, Comet)."""
     log_memory_to_tensorboard: bool = setting(False, needs=_TENSORBOARD)
-    """Send the GPU memory in use to TensorBoard and W&B."""
+    """Send the GPU memory in use to TensorBoard and trackers (W&B, MLflow, Comet)."""
     log_validation_ppl_to_tensorboard: bool = setting(False, needs=_TENSORBOARD)
-    """Send the perplexity of evaluations to TensorBoard and W&B."""
+    """Send the perplexity of evaluations to TensorBoard and trackers (W&B, MLflow, Comet)."""
     log_loss_scale_to_tensorboard: bool = True
-    """Send the loss scale to TensorBoard and W&B."""
+    """Send the loss scale to TensorBoard and trackers (W&B, MLflow, Comet)."""
     log_world_size_to_tensorboard: bool = setting(False, needs=_TENSORBOARD)
-    """Send the number of ranks to TensorBoard and W&B."""
+    """Send the number of ranks to TensorBoard and trackers (W&B, MLflow, Comet)."""
     callbacks: str | None = None
     """Class whose methods are called at the start, after each iteration, evaluation and save, and at the end: file.py:Class or module:Class (docs/extending.md). Not in Megatron-LM."""
     callbacks_digest: str | None = AUTO
@@ -96,3 +98,13 @@ class LoggingConfig(Section, on_resume=SAFE):
     """Folder for W&B files. Default: `wandb` in --save, else in the current folder."""
     wandb_entity: str | None = setting(None, needs=on("logging.wandb_project"))
     """W&B user or team of the project."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment. Requires the package mlflow (or mlflow-skinny), which reads MLFLOW_TRACKING_URI. Not in Megatron-LM."""
+    mlflow_run_name: str | None = setting(None, needs=on("logging.mlflow_experiment"))
+    """Name of the MLflow run. Default: chosen by MLflow."""
+    comet_project: str | None = None
+    """Comet project. Requires the package comet_ml, which reads COMET_API_KEY. Not in Megatron-LM."""
+    comet_experiment_name: str | None = setting(None, needs=on("logging.comet_project"))
+    """Name of the Comet experiment. Default: chosen by Comet."""
+    comet_workspace: str | None = setting(None, needs=on("logging.comet_project"))
+    """Comet workspace of the project. Default: that of the key."""

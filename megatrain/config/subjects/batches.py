@@ -9,8 +9,10 @@ from megatrain.config.derive.batch_sizes import (
     BatchSizes,
     batch_rule,
     batch_sizes,
+    length_steps,
     micro_batches,
     parse_steps,
+    with_fitting_lengths,
 )
 from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import ConfigError, Problem
@@ -98,6 +100,45 @@ def _fix_of_batches(draft: Draft, sizes: Sequence[int], pass_size: int) -> str:
     if draft.breaks({"training.decrease_batch_size_if_needed": True}) == 0:
         fixes.append("add --decrease-batch-size-if-needed")
     return ", or ".join(fixes)
+
+
+@rule
+def pieces_are_valid(draft: Draft) -> Problems:
+    """Pieces are split over ranks as samples are."""
+    parallel, data = draft.config.parallel, draft.config.data
+    try:
+        steps = length_steps(draft.config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    unit = 2 * parallel.context_parallel_size if parallel.context_parallel_size > 1 else 1
+    if parallel.sequence_parallel:
+        unit = math.lcm(unit, parallel.context_parallel_size * parallel.tensor_model_parallel_size)
+    if steps is None or data.seq_length % unit:
+        return  # other rules report the whole length
+    misfit = next((length for length in steps.sizes if length % unit), None)
+    if misfit is not None:
+        assert data.seq_length_schedule is not None
+        fitting = with_fitting_lengths(data.seq_length_schedule, data.seq_length, unit)
+        yield Problem(
+            f"--seq-length-schedule: pieces of {misfit} tokens do not divide over context and tensor ranks, which need"
+            f" multiples of {unit}",
+            f"use --seq-length-schedule '{fitting}'",
+        )
+
+
+@note("result")
+def samples_are_cut(draft: Draft) -> Notes:
+    try:
+        steps = length_steps(draft.config)
+    except ConfigError:
+        raise UnresolvedError from None  # The rule `pieces_are_valid` reports it.
+    if steps is not None and not draft.config.training.only_evaluates:
+        pieces = ", ".join(f"{length} from sample {start} on" for start, length in steps.steps)
+        yield (
+            f"--seq-length-schedule cuts each sample of {draft.config.data.seq_length} tokens into pieces ({pieces}), on which"
+            " attention stays; which tokens a step reads does not change, and evaluations read whole samples"
+        )
 
 
 @rule

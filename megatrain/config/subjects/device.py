@@ -224,6 +224,8 @@ def _obstacles(draft: Draft) -> Iterator[str]:
         yield "the sizes of documents change"
     if layer_function(config.model.spec) is not None:
         yield "custom layers may wait for the GPU"
+    if config.data.seq_length_schedule is not None:
+        yield "the length of --seq-length-schedule changes"
     if derived.distillation is not None:
         yield "the host keeps or reads the outputs of a teacher"
     if config.training.loss is not None:

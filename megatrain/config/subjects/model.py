@@ -231,6 +231,8 @@ def _obstacles_to_mlp_chunks(draft: Draft) -> Iterator[tuple[str, str]]:
         yield "FP8 or FP4, whose scales are those of a micro-batch's tokens", remove
     if config.parallel.tp_comm_overlap:
         yield "--tp-comm-overlap, whose GEMMs are of whole layers", "remove --tp-comm-overlap"
+    if config.data.seq_length_schedule is not None:
+        yield "--seq-length-schedule, whose pieces have other numbers of rows", remove
 
 
 @note("cost")

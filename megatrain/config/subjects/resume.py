@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.fixes import Change
 from megatrain.config.plan import Draft
 from megatrain.config.registry import Notes, Problems, note, rule
 from megatrain.config.schema.resume_class import (
@@ -51,8 +52,16 @@ def settings_match_checkpoint(draft: Draft) -> Problems:
         yield Problem(
             f"{setting.flag} cannot change on resume, since {resume_class.reason}:"
             f" the checkpoint has {_with_unit(setting, stored)}, this run {_with_unit(setting, now)}",
-            f"use the stored value ({_as_flag(setting, stored)}), or {alternative}",
+            f"use the stored value ({_as_flag(setting, stored)}){_in_pieces(draft, setting, stored, now)}, or {alternative}",
         )
+
+
+def _in_pieces(draft: Draft, setting: Setting, stored: Any, now: Any) -> str:
+    """Return the part of a fix that cuts the stored samples to the shorter length of this run."""
+    if setting.path != "data.seq_length" or now > stored or stored % now:
+        return ""
+    change: Change = {"data.seq_length": stored, "data.seq_length_schedule": f"0:{now}"}
+    return "" if draft.breaks(change) else f" and add --seq-length-schedule 0:{now}, which cuts its samples"
 
 
 @note("result")

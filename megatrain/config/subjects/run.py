@@ -176,8 +176,10 @@ def missing_packages(draft: Draft) -> Problems:
     for flag, value, package in (
         ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
         ("--wandb-project", logging.wandb_project, "wandb"),
+        ("--mlflow-experiment", logging.mlflow_experiment, "mlflow"),
+        ("--comet-project", logging.comet_project, "comet_ml"),
     ):
-        if value is not None and package not in libraries:
+        if value is not None and not {package, f"{package}-skinny"} & libraries.keys():
             yield Problem(
                 f"{flag} {value} requires the package {package}, which is not installed",
                 f"run pip install {package}, or remove {flag}: metrics.jsonl has the same values",

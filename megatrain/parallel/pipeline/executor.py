@@ -150,8 +150,8 @@ class Executor:
         stage = self.placement.stage(self.grid.pp.rank, action.chunk)
         stage += action.kind in (ActionKind.RECV_BACKWARD, ActionKind.POST_BACKWARD)
         _, samples, channels = self.hidden_shape
-        rows = self.hidden_rows[stage][info.is_training]
-        return torch.empty(rows, samples, channels, dtype=self.dtype, device=self.device)
+        rows = self.hidden_rows[stage][info.is_training] // info.pieces
+        return torch.empty(rows, samples * info.pieces, channels, dtype=self.dtype, device=self.device)
 
     def _run_passes(self, run: _Run, action: Action) -> None:
         """Run the passes of an action, and give their results to an adjacent virtual stage of this rank."""

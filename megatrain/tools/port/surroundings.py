@@ -29,7 +29,7 @@ _EXPORTED: Final = (
     _Exported(r"CUDA_DEVICE_MAX_CONNECTIONS", False, "nothing here depends on the number of a GPU's work queues"),
     _Exported(r"PYTHONPATH|MEGATRON_\w+|TRITON_CACHE_MANAGER", False, "Megatron-LM's modules are not imported"),
     _Exported(r"(PYTORCH|TORCH|CUDA|CUBLAS|TRITON)\w*|OMP_NUM_THREADS", True, "PyTorch and CUDA read it"),
-    _Exported(r"(WANDB|HF|TRANSFORMERS|TOKENIZERS|TIKTOKEN|HTTPS?|NO)_\w+|https?_proxy", True, "libraries read it"),
+    _Exported(r"(WANDB|MLFLOW|COMET|HF|TRANSFORMERS|TOKENIZERS|TIKTOKEN|HTTPS?|NO)_\w+|https?_proxy", True, "libraries read it"),
     _Exported(r"MASTER_\w+|WORLD_SIZE|(NODE_|LOCAL_|GROUP_)?RANK|SLURM_\w+", True, "launchers read it"),
     _Exported(r"(LD_\w+|PATH|\w+_(HOME|PATH|ROOT|PREFIX)|CONDA\w*|VIRTUAL_ENV)", True, "if megatrain runs in this environment"),
 )  # fmt: skip

@@ -304,8 +304,8 @@ def _segment_name(number: int, engine: Engine) -> str:
 
 
 def _sample_range(batch: Batch, info: PassInfo) -> str:
-    last = info.first_sample + batch.tokens.shape[0] - 1
-    return f"samples {info.first_sample} to {last}"
+    first = info.first_sample // info.pieces
+    return f"samples {first} to {first + batch.tokens.shape[0] // info.pieces - 1}"
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -54,6 +54,9 @@ _LIBRARIES = (
     "flash-attn-4",
     "tensorboard",
     "wandb",
+    "mlflow",
+    "mlflow-skinny",
+    "comet_ml",
     "nvidia-ml-py",
 )
 

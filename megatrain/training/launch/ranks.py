@@ -49,7 +49,7 @@ from megatrain.training.launch.stored_run import saved_folders
 from megatrain.training.liveness.failure import exit_code_of
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.logging.console import Console, Phases
-from megatrain.training.logging.curves import is_wandb_hanging
+from megatrain.training.logging.trackers import is_tracker_hanging
 
 _RENDEZVOUS_TIMEOUT = timedelta(hours=1)
 """Longest wait for other ranks to start, and for rank 0 to read the inputs."""
@@ -109,7 +109,7 @@ def report_errors(run: Callable[[], int]) -> int:
             print_error(without_plan(error))
         else:  # any other error: traceback, and an exit code for the launcher
             _print_traceback()
-    if (is_failed and dist.is_initialized()) or is_wandb_hanging():
+    if (is_failed and dist.is_initialized()) or is_tracker_hanging():
         # Destroying the process groups would wait for peers that are blocked in a collective with this rank.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,11 +1,9 @@
-"""Curves in TensorBoard and W&B, under Megatron-LM's names, computed from the fields of `metrics.jsonl`.
+"""Curves of a run, under Megatron-LM's names, computed from the fields of `metrics.jsonl`.
 
     {"lm_loss": 2.5, "consumed_samples": 40, ...}  ->  {"lm loss": 2.5, "lm loss vs samples": 2.5 at 40, ...}
 
 TensorBoard: a write that fails raises LogError, perhaps some points later. The event files of a run have a hash of its `--save` folder in their names. On resume, points after the
-resumed iteration are removed from the run's own files only: several runs may share a folder.
-W&B: neither an error nor a call that does not return stops training. The first prints a warning and disables W&B. megatrain passes no credentials:
-W&B reads its own environment variables (WANDB_API_KEY, WANDB_MODE, ...).
+resumed iteration are removed from the run's own files only: several runs may share a folder. `trackers.py` has W&B and others.
 """
 
 from __future__ import annotations
@@ -14,23 +12,17 @@ import hashlib
 import logging
 import math
 import os
-import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatrain.config import LoggingConfig
-from megatrain.storage.files import open_regular, read_regular, replace_file
+from megatrain.storage.files import open_regular
 from megatrain.training.logging.metrics_file import report_log_errors
 
 VS_SAMPLES = " vs samples"
 """Suffix of a curve over consumed samples; the curve without it is over iterations."""
 _ONLY_OVER_ITERATIONS = ("iteration-time", "throughput", "-time", "mem-", "samples vs steps")
-_RUN_ID_FILE = "wandb_run_id.txt"
-_MAX_WAITING_POINTS = 10_000
-"""Points that wait for W&B; with more it counts as hanging."""
-_WANDB_THREAD = "wandb"
 
 
 class CurveWriter(Protocol):
@@ -196,99 +188,3 @@ def _records(content: bytes) -> Iterator[tuple[bytes, Any]]:
             return
         yield content[start:stop], Event.FromString(content[start + 12 : stop - 4])
         start = stop
-
-
-class WandbCurves:
-    """Curves of one W&B run. A run that resumes with the same `--save` folder continues its W&B run.
-
-    A thread of its own calls W&B, which may wait for the network: training never waits for it, and its end only a limited time.
-
-    Args:
-        config: the logging section; `wandb_project` is set.
-        save_folder: the `--save` folder, if there is one.
-        settings: the run's configuration, uploaded to W&B.
-        warn: prints a warning; called by the thread that calls the methods.
-        seconds_to_finish: limit of `close`.
-    """
-
-    def __init__(
-        self,
-        config: LoggingConfig,
-        *,
-        save_folder: Path | None,
-        settings: Mapping[str, Any],
-        warn: Callable[[str], None],
-        seconds_to_finish: float = 60.0,
-    ) -> None:
-        self._config, self._save_folder, self._settings = config, save_folder, settings
-        self._warn, self._seconds_to_finish = warn, seconds_to_finish
-        self._points: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MAX_WAITING_POINTS)
-        self._problem: str | None = None
-        self._is_on = True
-        self._thread = threading.Thread(target=self._send, name=_WANDB_THREAD, daemon=True)
-        self._thread.start()
-
-    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Add a point to each curve. W&B keeps the first of two points with the same iteration."""
-        if self._points.full():
-            self._problem = self._problem or f"{_MAX_WAITING_POINTS} points wait for it"
-        self._disable_after_a_problem()
-        if self._is_on:
-            # W&B plots any curve over any other, so `consumed samples` replaces Megatron-LM's `... vs samples` curves.
-            self._points.put_nowait((iteration, {**scalars, "consumed samples": consumed_samples}))
-
-    def flush(self) -> None:
-        """Do nothing: W&B writes in a process of its own."""
-
-    def close(self) -> None:
-        """Send buffered points and finish the W&B run."""
-        if self._is_on and not self._points.full():
-            self._points.put_nowait(None)
-            self._thread.join(self._seconds_to_finish)
-        if self._thread.is_alive():
-            self._problem = self._problem or f"it did not finish within {self._seconds_to_finish:g} s"
-        self._disable_after_a_problem()
-
-    def _send(self) -> None:
-        """Start the W&B run, send points and finish it: main function of the thread. An exception of W&B is a problem of it alone."""
-        try:
-            run = self._start()
-            for iteration, scalars in iter(self._points.get, None):
-                run.log(scalars, step=iteration)
-            run.finish()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (an error of W&B or the network must not stop training)
-            self._problem = f"{type(error).__name__}: {error}"
-
-    def _start(self) -> Any:
-        """Start or continue the W&B run, and store its id."""
-        import wandb  # noqa: PLC0415 (optional package)
-
-        config, save = self._config, self._save_folder
-        folder = Path(config.wandb_save_dir or (save / "wandb" if save else "."))
-        folder.mkdir(parents=True, exist_ok=True)
-        id_file = save / _RUN_ID_FILE if save else None
-        has_id = id_file is not None and id_file.exists()
-        run_id = read_regular(id_file, max_bytes=1000).decode().strip() if id_file and has_id else ""
-        run = wandb.init(
-            project=config.wandb_project,
-            name=config.wandb_exp_name,
-            entity=config.wandb_entity,
-            dir=str(folder),
-            config=dict(self._settings),
-            id=run_id or None,
-            resume="allow",
-        )
-        if id_file is not None:
-            replace_file(id_file, [f"{run.id}\n".encode()])
-        return run
-
-    def _disable_after_a_problem(self) -> None:
-        """Print a warning and send nothing more, once there is a problem."""
-        if self._is_on and self._problem is not None:
-            self._is_on = False
-            self._warn(f"> warning: W&B is disabled for the rest of the run: {self._problem}")
-
-
-def is_wandb_hanging() -> bool:
-    """Return whether a call of W&B has not returned, after the run: its exit handler would not return either."""
-    return any(thread.name == _WANDB_THREAD for thread in threading.enumerate())

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatrain.config import Facts, Plan
-from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes
+from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes, length_steps
 from megatrain.config.derive.datasets import SPLIT_NAMES, split_fractions
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import continues_optimizer
@@ -234,6 +234,11 @@ def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
     marks += [(what, course.iteration_at(at)) for what, at in ends if at > course.scheduled_start]
     growth = _growth(course.sizes, course.start, course.left)
     marks += [(f"batch grows to {size}", iterations) for iterations, size in growth]
+    steps = length_steps(plan.config)
+    for at, length in () if steps is None else steps.steps:
+        if at > course.start:
+            iterations = bisect.bisect_left(range(course.left), at, key=course.consumed)
+            marks.append((f"sequences of {length}", iterations))
     marks = [(what, course.trained(iterations)) for what, iterations in marks]
     marks.append(("last iteration", course.trained(course.left - 1, -1)))
     for what, iterations in sorted(marks, key=lambda entry: entry[1]):

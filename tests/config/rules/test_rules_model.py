@@ -29,6 +29,8 @@ CASES = {
          ("--mlp-chunks-for-training", "FP8"), ("remove --mlp-chunks-for-training",)),
         ("--mlp-chunks-for-training 2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "", TWO,
          ("--mlp-chunks-for-training", "--tp-comm-overlap"), ("remove --tp-comm-overlap",)),
+        ("--mlp-chunks-for-training 2 --seq-length 64 --seq-length-schedule 0:16", "", None,
+         ("--mlp-chunks-for-training", "--seq-length-schedule"), ("remove --mlp-chunks-for-training",)),
     ],
     "conflicting_settings": [
         ("--qk-layernorm --qk-layernorm-width all_heads --normalization LayerNorm", "", None,

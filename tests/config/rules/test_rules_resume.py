@@ -48,7 +48,8 @@ SCRATCH = ("from scratch", "without --load", "--save")
     [
         ("--num-layers 2", ("--num-layers", "weights", "has 4, this run 2"), ("--num-layers 4", *SCRATCH)),
         ("--untie-embeddings-and-output-weights", ("has off, this run on",), ("without --untie-embeddings-and-output-weights",)),
-        ("--seq-length 64", ("--seq-length", "order of samples", "has 128 tokens, this run 64 tokens"), ("--seq-length 128",)),
+        ("--seq-length 64", ("--seq-length", "order of samples", "has 128 tokens, this run 64 tokens"),
+         ("--seq-length 128", "--seq-length-schedule 0:64", "--finetune")),
         ("--seed 1", ("--seed", "has 1234, this run 1"), ("--seed 1234", "--finetune", "--save")),
         ("--optimizer sgd", ("--optimizer", "optimizer state"), ("--optimizer adam", "--no-load-optim")),
         ("--rotary-base 500000", ("--rotary-base", "has 10000.0, this run 500000.0"), ("--rotary-base 10000", "--finetune")),

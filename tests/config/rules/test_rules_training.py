@@ -6,6 +6,8 @@ from megatrain.config import Facts
 
 CASES = {
     "conflicting_settings": [
+        ("--seq-length 64 --seq-length-schedule 0:16 --cuda-graph-impl local", "", None,
+         ("--seq-length-schedule", "--cuda-graph-impl local", "a graph has one length"), ("remove --", ", or ")),
         ("--loss a.py:f --z-loss-coeff 0.1", "", Facts(digests={"training.loss": "1"}), ("--z-loss-coeff 0.1", "--loss"), ("remove --", ", or --")),
         ("--cpu-offloading-num-layers 1 --fine-grained-activation-offloading --offload-modules core_attn", "", None,
          ("--fine-grained-activation-offloading", "--cpu-offloading-num-layers 1"), ("remove --", ", or --")),
@@ -51,6 +53,16 @@ CASES = {
          ("--step-batch-size-schedule", "--global-batch-size"), ("remove --", ", or --")),
         ("--step-batch-size-schedule 1k:8 --train-samples 99", "--train-iters", None,
          ("--step-batch-size-schedule '1k:8'",), ("0:768",)),
+    ],
+    "pieces_are_valid": [
+        ("--seq-length 64 --seq-length-schedule 0:16,1k:24", "", None,
+         ("--seq-length-schedule '0:16,1k:24'", "--seq-length 64", "24 tokens"), ("--seq-length-schedule '0:16,1k:32'",)),
+        ("--seq-length 64 --seq-length-schedule 1k:16", "", None,
+         ("--seq-length-schedule '1k:16'",), ("start with a length at 0, such as '0:2048'",)),
+        ("--seq-length 64 --seq-length-schedule 0:2,1k:32 --context-parallel-size 2", "", Facts(world_size=2),
+         ("pieces of 2 tokens", "multiples of 4"), ("--seq-length-schedule '0:4,1k:32'",)),
+        ("--seq-length 64 --seq-length-schedule 0:2 --context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel",
+         "", Facts(world_size=8), ("pieces of 2 tokens", "multiples of 8"), ("--seq-length-schedule '0:8'",)),
     ],
     "changing_batches_require_samples": [
         ("--global-batch-size 16 --rampup-batch-size 4 4 9", "", None,

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B: names of curves, resuming, and errors that do not stop a run."""
+"""TensorBoard and W&B (trackers: `test_trackers.py`): names of curves, resuming, and errors that do not stop a run."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from test_run_log import VALUES
 import pretrain
 from megatrain.config import LoggingConfig
 from megatrain.training.logging.curves import (
-    WandbCurves,
     evaluation_scalars,
     is_also_over_samples,
     iteration_scalars,
 )
+from megatrain.training.logging.trackers import TrackerCurves, Wandb
 
 MEMORY = {"memory_bytes": 1, "reserved_memory_bytes": 2, "max_memory_bytes": 3}
 
@@ -248,12 +248,8 @@ def test_wandb_that_cannot_start_stops_nothing(
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     warnings: list[str] = []
-    curves = WandbCurves(
-        LoggingConfig(wandb_project="p", wandb_save_dir=str(tmp_path)),
-        save_folder=None,
-        settings={},
-        warn=warnings.append,
-    )
+    tracker = Wandb(LoggingConfig(wandb_project="p"), tmp_path, {})
+    curves = TrackerCurves(tracker, save_folder=None, warn=warnings.append)
     curves.write({"lm loss": 1.0}, iteration=1, consumed_samples=1)
     curves.close()
     assert len(warnings) == 1
@@ -277,7 +273,7 @@ def init(**_):
 
 def test_wandb_that_hangs_stops_neither_the_run_nor_its_end(tmp_path: Path) -> None:
     write_wandb(tmp_path, HANGING_WANDB)
-    start = "import sys, pretrain; from megatrain.training.logging.curves import WandbCurves as W;"
+    start = "import sys, pretrain; from megatrain.training.logging.trackers import TrackerCurves as W;"
     start += "W.__init__.__kwdefaults__['seconds_to_finish'] = 0.2; sys.exit(pretrain.main())"
     flags: dict[str, str | None] = {"--wandb-project": "p", "--train-iters": "5", "--exit-interval": "3"}
     ended = subprocess.run(
@@ -290,7 +286,7 @@ def test_wandb_that_hangs_stops_neither_the_run_nor_its_end(tmp_path: Path) -> N
 
 
 def test_points_that_wandb_does_not_take_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("megatrain.training.logging.curves._MAX_WAITING_POINTS", 3)
+    monkeypatch.setattr("megatrain.training.logging.trackers._MAX_WAITING_POINTS", 3)
     taken, is_over = threading.Event(), threading.Event()
 
     def init(**_: Any) -> None:
@@ -300,12 +296,8 @@ def test_points_that_wandb_does_not_take_are_bounded(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     warnings: list[str] = []
-    curves = WandbCurves(
-        LoggingConfig(wandb_project="p", wandb_save_dir=str(tmp_path)),
-        save_folder=None,
-        settings={},
-        warn=warnings.append,
-    )
+    tracker = Wandb(LoggingConfig(wandb_project="p"), tmp_path, {})
+    curves = TrackerCurves(tracker, save_folder=None, warn=warnings.append)
     assert taken.wait(10)
     for iteration in range(1, 9):
         curves.write({"lm loss": 1.0}, iteration=iteration, consumed_samples=1)

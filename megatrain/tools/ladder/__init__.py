@@ -1,0 +1,1 @@
+"""Scaling ladders: families of small runs, and the law of their losses."""

@@ -1,0 +1,200 @@
+"""`megatrain ladder`: write a family of small runs, compare them, and fit the law of their losses.
+
+write: flags of the target ─> FOLDER/NAME.yaml, FOLDER/run.sh     runs ─> compare: a table ─> fit: L(N, D), the target's loss, a plot
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from megatrain.config.errors import ConfigError, InputError
+from megatrain.storage.files import replace_file
+from megatrain.tools.ladder.law import Law, Point, fit
+from megatrain.tools.ladder.plot import Target, ladder_svg, short
+from megatrain.tools.ladder.runs import LadderRun, problems, read_ladder
+from megatrain.tools.subcommands import RUN_FLAGS, add_command
+
+_RATIOS: Final = (5.0, 10.0, 20.0)
+_FAR: Final = 100
+"""Ratio of sizes beyond which a prediction is a long way from the points."""
+
+
+def add_flags(commands: Any) -> None:
+    """Add `megatrain ladder ...`."""
+    ladder = add_command(
+        commands, "ladder", description="Write, compare and extrapolate a family of small runs."
+    )
+    actions = ladder.add_subparsers(dest="action", required=True, metavar="ACTION")
+    write = add_command(
+        actions, "write", run=write_runs, takes_run_flags=True, help="write the YAML files and the script of the runs",
+        usage="megatrain ladder write --folder FOLDER [options] FLAGS",
+        description=f"Write smaller and shorter runs than the one of FLAGS, and the script that runs them. {RUN_FLAGS}",
+    )  # fmt: skip
+    write.add_argument(
+        "--folder", required=True, metavar="FOLDER", help="folder for the files and for the runs"
+    )
+    write.add_argument(
+        "--widths",
+        type=int,
+        nargs="+",
+        metavar="H",
+        help="hidden sizes (default: four from 1/8 to 1/2 of the target's)",
+    )
+    write.add_argument(
+        "--tokens-per-parameter", type=float, nargs="+", default=_RATIOS, metavar="R",
+        help="tokens of a run, as multiples of its parameters (default: 5 10 20)",
+    )  # fmt: skip
+    write.add_argument(
+        "--depth", choices=("scaled", "same"),
+        help="layers: in proportion to the width, or as many as the target (default: scaled; with --use-mup same)",
+    )  # fmt: skip
+    write.add_argument(
+        "--batch", type=int, metavar="SAMPLES", help="global batch size of the runs (default: the target's)"
+    )
+    write.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="data-parallel ranks of a run (default: 1)"
+    )
+    for name, run, text in (
+        ("compare", compare_runs, "print and draw the losses of finished runs by size and tokens"),
+        ("fit", fit_runs, "fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one"),
+    ):
+        command = add_command(actions, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        command.add_argument("runs", nargs="+", metavar="RUN", help="--save folder of a run")
+        command.add_argument("--output", metavar="FILE.svg", help="plot to write")
+        if name == "fit":
+            command.add_argument(
+                "--target-parameters", type=float, metavar="N", help="parameters to predict for"
+            )
+            command.add_argument("--target-tokens", type=float, metavar="D", help="tokens to predict for")
+
+
+def write_runs(arguments: argparse.Namespace) -> int:
+    """Write the files of a ladder; return the exit code."""
+    from megatrain.tools.ladder.family import LadderSpec, plan_ladder, write_ladder  # noqa: PLC0415 (imports the engine)
+
+    ratios, widths = tuple(arguments.tokens_per_parameter), arguments.widths
+    numbers = [*ratios, *(widths or ()), arguments.ranks, 1 if arguments.batch is None else arguments.batch]
+    if min(numbers) <= 0:
+        raise ConfigError(
+            f"{min(numbers):g} is not above 0",
+            fix="use numbers above 0 for the options of megatrain ladder write",
+        )
+    folder = Path(arguments.folder)
+    spec = LadderSpec(
+        folder,
+        widths and tuple(sorted(set(widths))),
+        ratios,
+        arguments.depth,
+        arguments.batch,
+        arguments.ranks,
+    )
+    ladder = plan_ladder(spec, arguments.run_flags)
+    write_ladder(ladder, spec)
+    print(f"{'run':<20} {'parameters':>14} {'tokens':>16} {'iterations':>11}")
+    for rung in ladder.rungs:
+        print(f"{rung.name:<20} {rung.parameters:>14,} {rung.tokens:>16,} {rung.iterations:>11,}")
+    for note in ladder.notes():
+        print(f"note: {note}")
+    print(f"run them:  bash {folder / 'run.sh'}      on Slurm:  sbatch {folder / 'run.sh'}")
+    print(
+        f"then:      megatrain ladder fit {folder}/w*/ --target-parameters {ladder.parameters:.4g}"
+        f" --target-tokens {ladder.tokens:.4g} --output {folder / 'ladder.svg'}"
+    )
+    return 0
+
+
+def compare_runs(arguments: argparse.Namespace) -> int:
+    """Print and draw the losses of finished runs; return the exit code."""
+    runs = _checked_runs(arguments, fits=False)
+    points = [run.point for run in runs]
+    _print_points(points, None)
+    _draw(arguments, points, None, None, "Final losses")
+    return 0
+
+
+def fit_runs(arguments: argparse.Namespace) -> int:
+    """Fit the law, print it and the prediction, and draw both; return the exit code."""
+    wanted = (arguments.target_parameters, arguments.target_tokens)
+    if any(one is None for one in wanted) != all(one is None for one in wanted) or any(
+        one is not None and not one > 0 for one in wanted
+    ):
+        raise ConfigError(
+            f"--target-parameters {wanted[0]} and --target-tokens {wanted[1]} are not two numbers above 0",
+            fix="give both, such as --target-parameters 7e9 --target-tokens 140e9",
+        )
+    points = [run.point for run in _checked_runs(arguments, fits=True)]
+    law = fit(points)
+    _print_points(points, law)
+    found = law.coefficients
+    print("L(N, D) = E + A / N^a + B / D^b, each with the 90 % interval of resampled runs:")
+    for name, (value, low, high) in found.items():
+        print(f"  {name} = {value:.4g}  ({low:.4g} to {high:.4g})")
+    target = None
+    if wanted[0] is not None:
+        target = Target(*wanted, *law.predict(*wanted))
+        _print_target(law, target, points)
+    _draw(arguments, points, law, target, "Final losses and the fitted law, E + A / N^a + B / D^b")
+    return 0
+
+
+def _checked_runs(arguments: argparse.Namespace, *, fits: bool) -> list[LadderRun]:
+    if arguments.output is not None and not arguments.output.endswith(".svg"):
+        raise ConfigError(
+            f"--output {arguments.output}: the plot is an SVG file", fix="end its name with .svg"
+        )
+    runs = read_ladder(arguments.runs)
+    found = list(problems(runs, fits=fits))
+    if found:
+        raise InputError.of(found)
+    return runs
+
+
+def _print_points(points: Sequence[Point], law: Law | None) -> None:
+    print(
+        f"{'run':<28} {'parameters':>14} {'tokens':>16} {'tokens/N':>9} {'loss':>9}"
+        + ("" if law is None else f" {'law':>9}")
+    )
+    for point in sorted(points, key=lambda one: (one.parameters, one.tokens)):
+        fitted = "" if law is None else f" {law.losses(point.parameters, point.tokens)[0]:>9.4f}"
+        ratio = point.tokens / point.parameters
+        print(
+            f"{point.name:<28} {point.parameters:>14,} {point.tokens:>16,} {ratio:>9.3g} {point.loss:>9.4f}{fitted}"
+        )
+
+
+def _print_target(law: Law, target: Target, points: Sequence[Point]) -> None:
+    print(
+        f"predicted loss of {short(target.parameters)} parameters on {short(target.tokens)} tokens: {target.loss:.4f}"
+        f"  (90 % of resampled runs: {target.low:.4f} to {target.high:.4f})"
+    )
+    farther = max(
+        target.parameters / max(p.parameters for p in points), target.tokens / max(p.tokens for p in points)
+    )
+    if farther > _FAR:
+        print(
+            f"note: the target is {farther:,.0f} times as large as the largest run: the interval covers the noise of the runs, not"
+            " whether the law holds that far"
+        )
+    _, (a, *_), (b, *_) = (law.coefficients[name] for name in ("E", "a", "b"))
+    if a > 0 and b > 0:
+        size, tokens = law.best_size(6 * target.parameters * target.tokens)
+        print(f"least loss for its FLOPs: {short(size)} parameters on {short(tokens)} tokens")
+
+
+def _draw(
+    arguments: argparse.Namespace, points: Sequence[Point], law: Law | None, target: Target | None, title: str
+) -> None:
+    if arguments.output is None:
+        return
+    output = Path(arguments.output)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(output, [ladder_svg(points, law, target, title).encode()])
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output}: {error.strerror or error}", fix="name a file in a folder that can be written"
+        ) from error
+    print(f"{output}: open it in a browser")
