@@ -159,10 +159,10 @@ class Draft:
         return self.origins[path].kind == "default"
 
     def is_given(self, path: str) -> bool:
-        return self.origins[path].kind in ("flag", "yaml")
+        return self.origins[path].is_given
 
     def is_given_or_stored(self, path: str) -> bool:
-        return self.is_given(path) or self.origins[path].kind in ("checkpoint", "folder")
+        return self.origins[path].is_given_or_stored
 
 
 @dataclass(frozen=True)

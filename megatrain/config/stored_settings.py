@@ -36,7 +36,7 @@ def stored_settings(
         path.startswith("tokenizer.") and origin.kind in ("flag", "yaml", "folder")
         for path, origin in request.origins.items()
     )
-    names_data = any(_is_given(request, path) for path in (*SOURCES, "data.split"))
+    names_data = any(request.origins[path].is_given for path in (*SOURCES, "data.split"))
     taken: dict[str, Any] = {}
     for setting in settings():
         replaced = {
@@ -49,7 +49,7 @@ def stored_settings(
             not is_wanted
             or not is_stored
             or replaced.get(setting.section)
-            or _is_given(request, setting.path)
+            or request.origins[setting.path].is_given
         ):
             continue
         value = stored[setting.section][setting.name]
@@ -72,10 +72,6 @@ def with_settings(request: Request, taken: Mapping[str, Any], origin: Origin) ->
     values = {path: _as_setting(value) for path, value in taken.items()}
     origins = dict.fromkeys(values, origin)
     return replace(request, config=request.config.with_values(values), origins={**request.origins, **origins})
-
-
-def _is_given(request: Request, path: str) -> bool:
-    return request.origins[path].kind in ("flag", "yaml")
 
 
 def _as_setting(value: Any) -> Any:

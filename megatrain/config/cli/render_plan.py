@@ -93,7 +93,7 @@ def _given(plan: Plan) -> list[str]:
     as_default: Counter[str] = Counter()
     sources: dict[str, dict[str, list[str]]] = {}
     for path, origin in plan.origins.items():
-        if origin.kind not in ("flag", "yaml", "checkpoint", "folder"):
+        if not origin.is_given_or_stored:
             continue
         source = {
             "flag": "on the command line",

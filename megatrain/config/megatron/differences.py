@@ -122,7 +122,7 @@ def default_differences(plan: Plan) -> Iterator[PlanNote]:
     found = []
     for different in DIFFERENT_DEFAULTS:
         value = _shown(plan.config.get(different.path))
-        is_given = plan.origins[different.path].kind in ("flag", "yaml", "checkpoint", "folder")
+        is_given = plan.origins[different.path].is_given_or_stored
         has_effect = different.requires is None or bool(plan.config.get(different.requires))
         has_effect &= not different.requires_replicas or plan.derived.data_parallel_size > 1
         if different.is_noted and has_effect and not is_given and value != different.megatron_default:

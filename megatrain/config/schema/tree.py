@@ -100,6 +100,15 @@ class Origin:
     kind: OriginKind
     detail: str = ""
 
+    @property
+    def is_given(self) -> bool:
+        """The command line or a YAML file has the value."""
+        return self.kind in ("flag", "yaml")
+
+    @property
+    def is_given_or_stored(self) -> bool:
+        return self.is_given or self.kind in ("checkpoint", "folder")
+
     def __str__(self) -> str:
         return {"flag": self.detail, "yaml": self.detail, "default": "default"}.get(
             self.kind, f"{self.kind}: {self.detail}"

@@ -179,7 +179,7 @@ def _given(request: Request) -> Iterator[tuple[str, Any]]:
     """Yield the settings that flags and files of the target give, without its folders and its layout."""
     for setting in settings():
         value = request.config.raw(setting.path)
-        is_given = request.origins[setting.path].kind in ("flag", "yaml")
+        is_given = request.origins[setting.path].is_given
         is_kept = setting.section not in ("checkpoint", "parallel") and (value is AUTO or is_resolved(value))
         if is_given and is_kept:
             yield setting.path, "auto" if value is AUTO else value

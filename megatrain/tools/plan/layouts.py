@@ -89,14 +89,14 @@ class Workload:
         config = self.plan.config
         if config.experts.moe_token_dispatcher_type == "allgather":  # noqa: S105 (no password)
             return True
-        if self.plan.origins["experts.moe_alltoall_as_allgather"].kind in ("flag", "yaml"):
+        if self.plan.origins["experts.moe_alltoall_as_allgather"].is_given:
             return config.experts.moe_alltoall_as_allgather
         return bool(all_gather_of_tokens(config.experts, ep, on_gpus_of_host=ep <= GPUS_PER_HOST).value)
 
     def overlaps_products(self, layout: Layout, capability: tuple[int, int]) -> bool:
         """Return whether tensor ranks overlap products and communication, as --tp-comm-overlap decides for a layout."""
         parallel = self.plan.config.parallel
-        if self.plan.origins["parallel.tp_comm_overlap"].kind in ("flag", "yaml"):
+        if self.plan.origins["parallel.tp_comm_overlap"].is_given:
             return parallel.tp_comm_overlap and layout.sequence_parallel
         samples = layout.micro_batch / layout.cp
         reason = next(why_products_wait(self.plan, layout.tp, samples, capability), None)
@@ -107,7 +107,7 @@ class Workload:
         experts = self.plan.config.experts
         if ep == 1 or not self.gathers_tokens(ep):
             return 1.0
-        is_given = self.plan.origins["experts.moe_expert_rank_capacity_factor"].kind in ("flag", "yaml")
+        is_given = self.plan.origins["experts.moe_expert_rank_capacity_factor"].is_given
         factor = experts.moe_expert_rank_capacity_factor if is_given else capacity_on_gpus(experts, ep)
         return min(factor or math.inf, possible_rows(experts, ep))
 

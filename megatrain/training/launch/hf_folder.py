@@ -73,7 +73,7 @@ def described_settings(request: Request) -> tuple[dict[str, Any], str]:
     family = family_of(folder.config)
     found = read_settings(family, folder.config)
     has_tokenizer = any(
-        path.startswith("tokenizer.") and _is_given(request, path) for path in request.origins
+        path.startswith("tokenizer.") and request.origins[path].is_given for path in request.origins
     )
     if not has_tokenizer and (path / TOKENIZER_NAME).is_file():
         found["tokenizer.tokenizer_type"] = "HuggingFaceTokenizer"
@@ -81,9 +81,5 @@ def described_settings(request: Request) -> tuple[dict[str, Any], str]:
     elif not has_tokenizer:
         found["tokenizer.tokenizer_type"] = "NullTokenizer"
         found["tokenizer.vocab_size"] = family.text_config(folder.config).checked("vocab_size", check=COUNT)
-    taken = {key: value for key, value in found.items() if not _is_given(request, key)}
+    taken = {key: value for key, value in found.items() if not request.origins[key].is_given}
     return taken, str(path / CONFIG_NAME)
-
-
-def _is_given(request: Request, path: str) -> bool:
-    return request.origins[path].kind in ("flag", "yaml")

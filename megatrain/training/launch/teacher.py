@@ -40,7 +40,7 @@ def teacher_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
         file = request.known("distillation.export_kd_cfg")
         if file is not None:
             settings = settings_of_file(file)
-            given = {name for name in settings if request.origins[name].kind in ("flag", "yaml")}
+            given = {name for name in settings if request.origins[name].is_given}
             found["distillation_settings"] = {k: v for k, v in settings.items() if k not in given}
     except ConfigError as error:
         return found, list(error.problems)
