@@ -19,7 +19,6 @@ Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 (absorbed projections).
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -181,7 +180,7 @@ class CachedAttention(RowAttention):
 
     def __init__(self, spec: AttentionSpec, core: nn.Module, rows: list[Tensor]) -> None:
         super().__init__(spec, _kernel(spec, rows[0]), rows)
-        self.core, self.scale, self.softcap = core, _scale(spec), spec.softcap
+        self.core, self.scale, self.softcap = core, spec.score_scale, spec.softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: CachedPass | DecodePass) -> Tensor:
         """Map q [t, 1, n, d], k and v [t, 1, g, d] -> [t, 1, n * d]."""
@@ -203,7 +202,7 @@ class CachedLatentAttention(RowAttention):
     """Up-projections and core attention of a layer with latents."""
 
     def __init__(self, spec: AttentionSpec, up: UpProjection, core: nn.Module, rows: list[Tensor]) -> None:
-        super().__init__(spec, attention_kernel("math", _scale(spec), spec.softcap), rows)
+        super().__init__(spec, attention_kernel("math", spec.score_scale, spec.softcap), rows)
         assert spec.latent is not None
         self.up, self.core, self.sizes = up, core, spec.latent
 
@@ -309,8 +308,4 @@ def _kernel(spec: AttentionSpec, rows: Tensor) -> AttentionKernel:
     else:
         is_cpu = rows.device.type == "cpu"
         backend = "sdpa" if is_cpu and spec.softcap is None else "math"
-    return attention_kernel(backend, _scale(spec), spec.softcap)
-
-
-def _scale(spec: AttentionSpec) -> float:
-    return 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
+    return attention_kernel(backend, spec.score_scale, spec.softcap)

@@ -23,7 +23,8 @@ from megatrain.storage.disk import Disk, write_file
 from megatrain.storage.files import replace_file
 from megatrain.tools.checkpoint.rewrite import (
     DTYPE_NAMES,
-    temporary_folder,
+    new_folder,
+    require_absent,
     write_checkpoint,
     write_weights,
 )
@@ -210,12 +211,10 @@ def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
         if final.exists():
             raise ConfigError(f"{final} exists", fix="name another target folder")
         with (
-            temporary_folder(final, export.num_bytes, target, disk) as temporary,
+            new_folder(final, export.num_bytes, disk) as temporary,
             Progress("writing", export.num_bytes) as progress,
         ):
             export.write(temporary, progress.add)
-            disk.sync_folder(temporary)
-            disk.rename(temporary, final)
         replace_file(target / TRACKER_NAME, [str(reader.manifest.iteration).encode()])
         num_plans = len(reader.manifest.state.get("data_plans", {}).get("train", ()))
     if num_plans > 1:
@@ -302,16 +301,13 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
 def megatrain_to_peft(arguments: argparse.Namespace) -> int:
     """Write the adapters of a checkpoint as a folder of peft."""
     target, disk = Path(arguments.target), Disk()
-    if target.exists():
-        raise ConfigError(f"{target} exists", fix="name a folder that does not exist yet")
+    require_absent(target)
     with opened(Path(arguments.source)) as reader:
         files = peft_files(reader, arguments.base)
     num_bytes = sum(map(len, files.values()))
-    with temporary_folder(target, num_bytes, target, disk) as temporary:
+    with new_folder(target, num_bytes, disk) as temporary:
         for name, data in files.items():
             write_file(disk, temporary / name, data)
-        disk.sync_folder(temporary)
-        disk.rename(temporary, target)
     print(f"{target}: {', '.join(files)}, {size_text(num_bytes)}")
     return 0
 

@@ -5,6 +5,7 @@ Source of selected keys (DeepSeek sparse attention, DSA): DeepSeek-V3.2-Exp, sec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -63,6 +64,11 @@ class AttentionSpec(Part):
     def v_head_dim(self) -> int:
         """Channels of a head of values."""
         return self.head_dim if self.latent is None else self.latent.v_head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores."""
+        return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
     @property
     def rope_dim(self) -> int:

@@ -11,8 +11,6 @@ return the log-sum-exp, copies keys and values into one buffer and sums their gr
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -46,7 +44,7 @@ class LocalAttention(nn.Module):
         v = v if self.backend == "sdpa" else padded(v, self.padding)
         if self.backend == "flash4":
             mask = MaskSpec(is_causal=True, window=window, cu_seqlens=_cu_seqlens(documents))
-            out = functions.attend(q, k, v, Flash4(_scale(self.spec)), mask)
+            out = functions.attend(q, k, v, Flash4(self.spec.score_scale), mask)
         elif documents is None and window is None:
             out = sdpa(q, k, v, self.backend, scale=scale)
         elif self.backend == "sdpa":
@@ -146,16 +144,12 @@ class LocalContextAttention(ShardedModule):
 
 def _kernel(spec: AttentionSpec, backend: str) -> AttentionKernel:
     has_kernel = backend == "triton" or (spec.softcap is None and not spec.dropout)
-    return attention_kernel(backend if has_kernel else "math", _scale(spec), spec.softcap)
+    return attention_kernel(backend if has_kernel else "math", spec.score_scale, spec.softcap)
 
 
 def padded(v: Tensor, channels: int) -> Tensor:
     """Return values with further channels, of zeros."""
     return nn.functional.pad(v, (0, channels)) if channels else v
-
-
-def _scale(spec: AttentionSpec) -> float:
-    return 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
 
 
 def _cu_seqlens(documents: Documents | None) -> CuSeqlens | None:

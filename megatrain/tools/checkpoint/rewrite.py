@@ -74,7 +74,7 @@ def write_checkpoint(reader: TensorReader, target: Path, num_files: int | None) 
     total = sum(part.num_bytes for part in parts)
     files = _balanced(parts, num_files or math.ceil(total / _FILE_BYTES))
     disk = Disk()
-    with temporary_folder(final, total, target, disk) as temporary:
+    with _temporary_folder(final, total, target, disk) as temporary:
         _write_files(reader, files, temporary, final, disk)
     print(f"{final}: {len(files)} {'file' if len(files) == 1 else 'files'}, {size_text(total)}")
 
@@ -103,23 +103,35 @@ def write_weights(
         target: the folder; it appears when it is complete.
         others: more files, by name.
     """
-    if target.exists():
-        raise ConfigError(f"{target} exists", fix="name a folder that does not exist yet")
+    require_absent(target)
     files, disk = list(_filled(weights, round(max_file_gb * 1e9))), Disk()
     num_bytes = sum(part.num_bytes for part in weights)
-    with temporary_folder(target, num_bytes, target, disk) as temporary:
+    with new_folder(target, num_bytes, disk) as temporary:
         pieces = [[piece for part in file for piece in _pieces(part, is_read_whole)] for file in files]
         _write_weights(reader, files, pieces, temporary, disk)
         for name, data in (others or {}).items():
             write_file(disk, temporary / name, data)
-        disk.sync_folder(temporary)
-        disk.rename(temporary, target)
-        disk.sync_folder(target.parent)
     print(f"{target}: {len(weights)} weights, {size_text(num_bytes)}")
 
 
+def require_absent(target: Path) -> None:
+    """Raise ConfigError if the target exists."""
+    if target.exists():
+        raise ConfigError(f"{target} exists", fix="name a folder that does not exist yet")
+
+
 @contextlib.contextmanager
-def temporary_folder(final: Path, num_bytes: int, target: Path, disk: Disk) -> Iterator[Path]:
+def new_folder(final: Path, num_bytes: int, disk: Disk) -> Iterator[Path]:
+    """Create a folder with space for `num_bytes`, which gets the name `final` once it is written; see `_temporary_folder`."""
+    with _temporary_folder(final, num_bytes, final, disk) as temporary:
+        yield temporary
+        disk.sync_folder(temporary)
+        disk.rename(temporary, final)
+        disk.sync_folder(final.parent)
+
+
+@contextlib.contextmanager
+def _temporary_folder(final: Path, num_bytes: int, target: Path, disk: Disk) -> Iterator[Path]:
     """Create a folder next to `final` with space for `num_bytes`; remove it if writing fails.
 
     Raises:

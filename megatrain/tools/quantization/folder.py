@@ -20,7 +20,7 @@ from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.errors import ConfigError
 from megatrain.storage.disk import Disk, write_file
 from megatrain.storage.files import replace_file
-from megatrain.tools.checkpoint.rewrite import INDEX_NAME
+from megatrain.tools.checkpoint.rewrite import INDEX_NAME, require_absent
 
 _PROGRESS: Final = "progress.json"
 _DTYPE_NAMES: Final = {
@@ -42,8 +42,7 @@ class PartialFolder:
     def __init__(self, target: Path, description: Mapping[str, Any], num_files: int) -> None:
         self.target, self.path = target, target.with_name(f"{target.name}.partial")
         self._description, self._num_files, self._disk = dict(description), num_files, Disk()
-        if target.exists():
-            raise ConfigError(f"{target} exists", fix="name a folder that does not exist yet")
+        require_absent(target)
         self.done: int | None = None
         """Layers whose files are complete; None: not even the others are."""
         if (self.path / _PROGRESS).is_file():
