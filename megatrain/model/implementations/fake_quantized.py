@@ -25,12 +25,11 @@ from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.quantization.rounding import amax_of, round_trip, scales_for
 from megatrain.model.implementations.local import LocalColumnLinear, LocalRowLinear, bias_of
 from megatrain.model.implementations.local_builder import LocalBuilder
-from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, Piece
-from megatrain.parallel.tensor_parallel import TensorParallel, column_linear, row_linear
+from megatrain.parallel.tensor_parallel import column_linear, row_linear
 
 _SCALE = "weight_scale"
 
@@ -100,16 +99,10 @@ class FakeQuantizedRowLinear(LocalRowLinear):
 
     weight_scale: Tensor
 
-    def __init__(
-        self,
-        linear: LinearLayout,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        fp8: None,
-        *,
-        numbers: QuantizationFormat,
-    ) -> None:
-        super().__init__(linear, tp, dtype, fp8)
+    def __init__(self, *layer: Any, numbers: QuantizationFormat) -> None:
+        """Take the arguments of `LocalRowLinear`, and the format."""
+        super().__init__(*layer)
+        linear, tp, dtype, _ = layer
         self.format = numbers
         self.add_weight(_SCALE, scale_layout(linear.weight, numbers.weights, tp.group), dtype)
 

@@ -23,7 +23,7 @@ from megatrain.kernels.random import keep_mask, stream_key
 from megatrain.model.implementations.fake_quantized import apply_activation
 from megatrain.model.implementations.local import LocalColumnLinear, LocalRowLinear, bias_of
 from megatrain.model.implementations.local_builder import LocalBuilder, alone
-from megatrain.model.layouts import LinearLayout, replicated_layout, rows_layout
+from megatrain.model.layouts import replicated_layout, rows_layout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule
@@ -82,18 +82,10 @@ class LoraColumnLinear(LocalColumnLinear):
 class LoraRowLinear(LocalRowLinear):
     """Activation, if there is one, and row-parallel linear layer with an adapter."""
 
-    def __init__(
-        self,
-        linear: LinearLayout,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        fp8: None,
-        *,
-        lora: LoraSpec,
-        cp: ContextParallel,
-        seed: int,
-    ) -> None:
-        super().__init__(linear, tp, dtype, fp8)
+    def __init__(self, *layer: Any, lora: LoraSpec, cp: ContextParallel, seed: int) -> None:
+        """Take the arguments of `LocalRowLinear`, and those of the adapter."""
+        super().__init__(*layer)
+        linear, tp, dtype, _ = layer
         self.scale, self.tps = lora.scale, (alone(tp), tp)
         self.adapter: Adapter | None = None
         (piece,) = linear.weight.pieces

@@ -286,23 +286,9 @@ class _Factors:
         }
 
 
-def _mamba(
-    heads: ConfigPart,
-    groups: Value,
-    state: Value,
-    steps: _Steps,
-    *,
-    epsilon: str,
-    kernel: str,
-    bias: str,
-    no_bias: str,
-) -> tuple[ConfigPart, ...]:
-    """Return the parts of Mamba-2, with the keys of one family."""
+def _mamba(epsilon: str, kernel: str, bias: str, no_bias: str) -> tuple[ConfigPart, ...]:
+    """Return what all models here have of Mamba-2, with the keys of one family."""
     return (
-        heads,
-        groups,
-        state,
-        steps,
         Choice(epsilon, {_EPSILON: {}}, reason=f"the gated norm of Mamba-2 has {_EPSILON:g}"),
         Choice(kernel, {4: {}}, reason="the convolution of Mamba-2 reads 4 tokens", also=("mamba_d_conv",)),
         Choice(bias, {True: {}}, reason="the convolution of Mamba-2 has biases", also=("mamba_conv_bias",)),
@@ -310,6 +296,13 @@ def _mamba(
     )
 
 
+_MAMBA2: Final = _mamba("layer_norm_epsilon", "conv_kernel", "use_conv_bias", "use_bias")
+_BAMBA: Final = (
+    Value("mamba_n_groups", "model.mamba_num_groups", default=1),
+    Value("mamba_d_state", "model.mamba_state_dim", default=256),
+    _Steps(),
+    *_mamba("rms_norm_eps", "mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias"),
+)
 _MAMBA_MODULES: Final[Modules] = {
     "in_proj": Fused(tuple(f"mamba.{name}" for name in ("z", "x", "b", "c", "dt"))),
     "conv1d.weight": Fused(tuple(f"mamba.{name}.convolution" for name in "xbc"), is_filter=True),
@@ -401,16 +394,11 @@ NEMOTRON_H: Final = Family(
         _Where(
             "M",
             (
-                *_mamba(
-                    _Heads("mamba_num_heads", "mamba_head_dim"),
-                    Value("n_groups", "model.mamba_num_groups", default=8, also=("mamba_n_groups",)),
-                    Value("ssm_state_size", "model.mamba_state_dim", default=128),
-                    _Steps(raises_small=True),
-                    epsilon="layer_norm_epsilon",
-                    kernel="conv_kernel",
-                    bias="use_conv_bias",
-                    no_bias="use_bias",
-                ),
+                _Heads("mamba_num_heads", "mamba_head_dim"),
+                Value("n_groups", "model.mamba_num_groups", default=8, also=("mamba_n_groups",)),
+                Value("ssm_state_size", "model.mamba_state_dim", default=128),
+                _Steps(raises_small=True),
+                *_MAMBA2,
                 Choice("mamba_hidden_act", {"silu": {}}),
             ),
         ),
@@ -432,16 +420,11 @@ MAMBA2: Final = Family(
         _MambaLayers(),
         Value("layer_norm_epsilon", "model.norm_epsilon", POSITIVE, default=_EPSILON),
         Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=False),
-        *_mamba(
-            _Heads("num_heads", "head_dim", expand="expand"),
-            Value("n_groups", "model.mamba_num_groups", default=8),
-            Value("state_size", "model.mamba_state_dim", default=128),
-            _Steps(),
-            epsilon="layer_norm_epsilon",
-            kernel="conv_kernel",
-            bias="use_conv_bias",
-            no_bias="use_bias",
-        ),
+        _Heads("num_heads", "head_dim", expand="expand"),
+        Value("n_groups", "model.mamba_num_groups", default=8),
+        Value("state_size", "model.mamba_state_dim", default=128),
+        _Steps(),
+        *_MAMBA2,
         Choice("hidden_act", {"silu": {}}),
         Implied(("chunk_size", "residual_in_fp32", "rescale_prenorm_residual")),
     ),
@@ -462,16 +445,8 @@ BAMBA: Final = Family(
         NO_ATTENTION_BIAS,
         Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
         _Blocks(),
-        *_mamba(
-            _Heads("mamba_n_heads", "mamba_d_head", expand="mamba_expand", default=None),
-            Value("mamba_n_groups", "model.mamba_num_groups", default=1),
-            Value("mamba_d_state", "model.mamba_state_dim", default=256),
-            _Steps(),
-            epsilon="rms_norm_eps",
-            kernel="mamba_d_conv",
-            bias="mamba_conv_bias",
-            no_bias="mamba_proj_bias",
-        ),
+        _Heads("mamba_n_heads", "mamba_d_head", expand="mamba_expand", default=None),
+        *_BAMBA,
         Implied(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")),
     ),
     modules={
@@ -511,16 +486,8 @@ FALCON_H1: Final = replace(
         Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
         Choice("projectors_bias", {False: {}}, reason="biases of the projections"),
         _ParallelBlocks(),
-        *_mamba(
-            _FalconWidths(),
-            Value("mamba_n_groups", "model.mamba_num_groups", default=1),
-            Value("mamba_d_state", "model.mamba_state_dim", default=256),
-            _Steps(),
-            epsilon="rms_norm_eps",
-            kernel="mamba_d_conv",
-            bias="mamba_conv_bias",
-            no_bias="mamba_proj_bias",
-        ),
+        _FalconWidths(),
+        *_BAMBA,
         _FALCON_FACTORS,
         Implied(("mamba_chunk_size", "num_logits_to_keep", "mamba_use_mlp")),
     ),
