@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import binascii
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,25 +21,17 @@ from megatrain.data.images.pixels import Tiling
 from megatrain.data.images.rows import MARK
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.image_vectors import prompt_images, with_places
-from megatrain.storage.untrusted_json import Check, integer, optional
 from megatrain.tools.generation.completion_request import (
-    COMMON,
+    OF_CHAT,
     CompletionRequest,
     RequestError,
-    check_length,
+    chat_request,
     check_model,
     read_fields,
-    read_sampling,
-    with_seeds,
 )
 
 _ROLES: Final = ("system", "user", "assistant")
 _MOST_IMAGES: Final = 64
-_FIELDS: Final[Mapping[str, Check]] = {
-    **COMMON,
-    "messages": lambda value, name: None,  # noqa: ARG005 (see `_turns`)
-    "max_completion_tokens": optional(integer(0, 1 << 30)),
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class ChatFormat:
         Raises:
             RequestError: with the field that is wrong.
         """
-        fields = read_fields(body, _FIELDS)
+        fields = read_fields(body, OF_CHAT)
         check_model(fields, model)
         fields["max_tokens"] = fields.get("max_completion_tokens") or fields.get("max_tokens")
         files: list[tuple[bytes, str]] = []
@@ -80,13 +72,8 @@ class ChatFormat:
             raise RequestError(error.problems[0].text, param="messages") from error
         except ValueError as error:
             raise RequestError(str(error), param="messages") from error
-        sampling = read_sampling(fields)
-        check_length(ids, sampling, max_tokens, "messages")
-        count = fields.get("n") or 1
-        return CompletionRequest(
-            prompts=(tuple(ids),), samplings=with_seeds(sampling, count), choices_per_prompt=count,
-            streams=bool(fields.get("stream")), images=None if images is None else images.tiles, is_chat=True,
-        )  # fmt: skip
+        tiles = None if images is None else images.tiles
+        return chat_request(fields, ids, max_tokens=max_tokens, images=tiles)
 
     def _turns(self, messages: Any, files: list[tuple[bytes, str]]) -> Iterator[tuple[str, bool]]:
         """Yield the text of each message, and whether it is an answer; add its images to `files`."""

@@ -79,7 +79,7 @@ def _one_or_list(check: Check, most: int) -> Check:
 
 
 def _ignored(value: Any, name: str) -> None:
-    """Accept any value: it changes nothing here."""
+    """Accept any value."""
 
 
 COMMON: Final[Mapping[str, Check]] = {
@@ -97,9 +97,15 @@ COMMON: Final[Mapping[str, Check]] = {
     "presence_penalty": _nothing,
     "frequency_penalty": _nothing,
     "logit_bias": _nothing,
-    "user": _ignored,
+    "user": _ignored,  # it changes nothing here
 }
 """Fields of every request; fields of Sampling beyond OpenAI's have the names of other servers with this API."""
+OF_CHAT: Final[Mapping[str, Check]] = {
+    **COMMON,
+    "messages": _ignored,  # the reader of conversations checks them
+    "max_completion_tokens": optional(integer(0, 1 << 30)),
+}
+"""Fields of a request of the chat API."""
 _FIELDS: Final[Mapping[str, Check]] = {
     **COMMON,
     "prompt": _ignored,  # see `_prompts`
@@ -159,6 +165,19 @@ def read_request(
     return CompletionRequest(
         prompts=prompts, samplings=with_seeds(sampling, count * len(prompts)), choices_per_prompt=count,
         streams=streams, echoes=echoes,
+    )  # fmt: skip
+
+
+def chat_request(
+    fields: Mapping[str, Any], ids: Sequence[int], *, max_tokens: int, images: Tensor | None = None
+) -> CompletionRequest:
+    """Return the request that answers a conversation with these tokens. Raises RequestError."""
+    sampling = read_sampling(fields)
+    check_length(ids, sampling, max_tokens, "messages")
+    count = fields.get("n") or 1
+    return CompletionRequest(
+        prompts=(tuple(ids),), samplings=with_seeds(sampling, count), choices_per_prompt=count,
+        streams=bool(fields.get("stream")), images=images, is_chat=True,
     )  # fmt: skip
 
 

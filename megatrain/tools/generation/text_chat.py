@@ -5,7 +5,7 @@ messages, tools ─> chat template of the training ─> tokens; an answer ends w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,24 +13,16 @@ from megatrain.config.errors import ConfigError
 from megatrain.data.preprocess.documents import InvalidDocumentError
 from megatrain.inference.conversations import Conversations
 from megatrain.inference.stored_model import LoadedModel
-from megatrain.storage.untrusted_json import Check, integer, optional
 from megatrain.tools.generation.completion_request import (
-    COMMON,
+    OF_CHAT,
     CompletionRequest,
     RequestError,
-    check_length,
+    chat_request,
     check_model,
     read_fields,
-    read_sampling,
-    with_seeds,
 )
 
-_FIELDS: Final[Mapping[str, Check]] = {
-    **COMMON,
-    "messages": lambda value, name: None,  # noqa: ARG005 (the template's reader checks them)
-    "tools": lambda value, name: None,  # noqa: ARG005 (as above)
-    "max_completion_tokens": optional(integer(0, 1 << 30)),
-}
+_FIELDS: Final = {**OF_CHAT, "tools": OF_CHAT["messages"]}
 
 
 @dataclass(frozen=True)
@@ -63,13 +55,7 @@ class TextChat:
         fields["max_tokens"] = given or max(1, max_tokens + 1 - len(ids))
         stop = fields.get("stop") or []
         fields["stop"] = [*([stop] if isinstance(stop, str) else stop), *self.conversations.stop]
-        sampling = read_sampling(fields)
-        check_length(ids, sampling, max_tokens, "messages")
-        count = fields.get("n") or 1
-        return CompletionRequest(
-            prompts=(tuple(ids),), samplings=with_seeds(sampling, count), choices_per_prompt=count,
-            streams=bool(fields.get("stream")), is_chat=True,
-        )  # fmt: skip
+        return chat_request(fields, ids, max_tokens=max_tokens)
 
 
 def text_chat(loaded: LoadedModel, note: Callable[[str], None]) -> TextChat:
