@@ -13,6 +13,7 @@ all else                            <─ the same tensor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -145,11 +146,7 @@ class MergedAdapters(TensorReader):
         if name_a not in self._reader.manifest.tensors:
             return
         whole, (rows, columns) = (0, self._rank), box
-        a = self._part(name_a, (self._rank, shape[1]), (whole, columns))
-        b = self._part(name_b, (shape[0], self._rank), (rows, whole))
+        read = functools.partial(self._reader.values, dtype=torch.float64)
+        a = read(name_a, (self._rank, shape[1]), (whole, columns))
+        b = read(name_b, (shape[0], self._rank), (rows, whole))
         out.copy_(out.double() + self._scale * (b @ a))
-
-    def _part(self, name: str, shape: tuple[int, int], box: Box) -> Tensor:
-        values = torch.empty([stop - start for start, stop in box], dtype=torch.float64)
-        self._reader.read_box(values, kind=WEIGHT, name=name, shape=shape, box=box)
-        return values

@@ -38,6 +38,7 @@ from megatrain.checkpoint.manifest import (
 from megatrain.checkpoint.parts import Parts, part_name, read_manifest
 from megatrain.checkpoint.retention import hold
 from megatrain.checkpoint.tensor_file import ReadBuffer, TensorFile, finish_checks
+from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import (
     Box,
     BoxRange,
@@ -45,6 +46,7 @@ from megatrain.parallel.layout import (
     box_shape,
     intersect,
     slices_within,
+    whole_box,
 )
 
 _MAX_THREADS = 8
@@ -81,6 +83,21 @@ class TensorReader(Protocol):
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
+
+    def values(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        box: Box | None = None,
+        *,
+        kind: str = WEIGHT,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Return a box of a tensor in new memory; None: the whole tensor."""
+        box = whole_box(shape) if box is None else box
+        out = torch.empty(box_shape(box), dtype=dtype)
+        self.read_box(out, kind=kind, name=name, shape=shape, box=box)
+        return out
 
     def begin_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Begin `read_box`, which `finish` ends; here it ends at once."""

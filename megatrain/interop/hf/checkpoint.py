@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
@@ -27,7 +26,7 @@ from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder, name_text
 from megatrain.interop.hf.settings import bias_shapes, flags_of, plan_of, read_settings, shapes_of
 from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, factor_of, their_tensors, zero_tensors
 from megatrain.optim.sharded import WEIGHT
-from megatrain.parallel.layout import Box, whole_box
+from megatrain.parallel.layout import Box
 from megatrain.storage.untrusted_json import integer
 
 EMBEDDING: Final = "embedding.word_embeddings.weight"
@@ -205,12 +204,7 @@ class HfCheckpoint(TensorReader):
         return self._folder.rows(stored, 0, self._folder.tensors[stored].shape[0])
 
     def _expert_biases(self) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
-        for name, shape in self._biases.items():
-            values = torch.empty(shape)
-            self.read_box(values, kind=WEIGHT, name=name, shape=shape, box=whole_box(shape))
-            found[name] = values.tolist()
-        return found
+        return {name: self.values(name, shape).tolist() for name, shape in self._biases.items()}
 
     def _kind(self, name: str) -> StoredKind:
         theirs, part = self._theirs[name]

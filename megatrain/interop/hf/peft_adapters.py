@@ -27,7 +27,7 @@ from megatrain.interop.hf.export import HfExport
 from megatrain.interop.hf.tensors import TheirTensor
 from megatrain.interop.hf.tokenizer_files import json_bytes
 from megatrain.optim.sharded import WEIGHT
-from megatrain.parallel.layout import Box, whole_box
+from megatrain.parallel.layout import Box
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
@@ -66,8 +66,8 @@ def peft_files(reader: TensorReader, base: str | None) -> dict[str, bytes]:
         _require_one_part(theirs, reader.path)
         module = _PREFIX + theirs.name.removesuffix(".weight")
         rank: int = adapters["lora_rank"]
-        tensors[module + _A] = _read(reader, a, (rank, stored.shape[1]))
-        values = _read(reader, b, (stored.shape[0], rank))
+        tensors[module + _A] = reader.values(a, (rank, stored.shape[1]))
+        values = reader.values(b, (stored.shape[0], rank))
         tensors[module + _B] = torch.empty_like(values)
         tensors[module + _B][_rows(theirs)] = values
     modules = {
@@ -233,9 +233,3 @@ def _rows(theirs: TheirTensor) -> Tensor:
     """Return the rows of their weight, in the order of ours."""
     (part,) = theirs.parts
     return torch.cat([torch.arange(part.shape[0])[rows] for rows in part.rows])
-
-
-def _read(reader: TensorReader, name: str, shape: tuple[int, int]) -> Tensor:
-    out = torch.empty(shape)
-    reader.read_box(out, kind=WEIGHT, name=name, shape=shape, box=whole_box(shape))
-    return out

@@ -6,7 +6,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,7 @@ from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_no
 from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
 from megatrain.process.available_memory import available_bytes
+from megatrain.tools.checkpoint.source import opened
 from megatrain.training.launch.ranks import check_launch, join_store
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.logging.console import Console
@@ -228,6 +229,12 @@ def foreign_reader(name: str, note: Callable[[str], None]) -> TensorReader | Non
     for line in padding_notes(reader.padded_vocab_size, reader.vocab_size):
         note(line)
     return reader
+
+
+def opened_source(name: str, say: Callable[[str], None]) -> AbstractContextManager[TensorReader]:
+    """Open a checkpoint of ours, or what `foreign_reader` reads. `say` prints a line."""
+    foreign = foreign_reader(name, lambda text: say(f"> {text}"))
+    return opened(Path(name)) if foreign is None else closing(foreign)
 
 
 def _transformers_folder(folder: Path, note: Callable[[str], None]) -> HfCheckpoint:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +20,7 @@ from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.tree import flag_of
 from megatrain.tools.calibration_set import read_samples
 from megatrain.tools.checkpoint.rewrite import write_checkpoint
-from megatrain.tools.checkpoint.source import opened
-from megatrain.tools.generation.load import chosen_device, foreign_reader
+from megatrain.tools.generation.load import chosen_device, opened_source
 from megatrain.tools.prune.measure import Calibration, measured
 from megatrain.tools.prune.pruned import Kept, PrunedCheckpoint
 from megatrain.tools.prune.sizes import (
@@ -118,11 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     save: Path = arguments.save
     if base_folder(save) != save or (save / folder_name(0)).exists():
         raise ConfigError(f"--save {save} has a checkpoint", fix="name another folder with --save")
-    foreign = foreign_reader(arguments.load, lambda text: print(f"> {text}"))
-    opening: AbstractContextManager[TensorReader] = (
-        opened(Path(arguments.load)) if foreign is None else closing(foreign)
-    )
-    with opening as reader:
+    with opened_source(arguments.load, print) as reader:
         prune(reader, arguments)
     return 0
 

@@ -20,7 +20,7 @@ from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind, StoredTe
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.interop.hf.tensors import Shape
 from megatrain.optim.sharded import WEIGHT
-from megatrain.parallel.layout import Box, box_shape
+from megatrain.parallel.layout import Box
 from megatrain.tools.prune.importance import ENERGY
 from megatrain.tools.prune.sizes import (
     CHANGED,
@@ -131,8 +131,8 @@ class PrunedCheckpoint(TensorReader):
         origin = self._origins[name]
         picked = [kept[slice(*edge)] for kept, edge in zip(origin.kept, box, strict=True)]
         read = tuple((int(one.min()), int(one.max()) + 1) for one in picked)
-        values = torch.empty(box_shape(read), dtype=DTYPES[self._stored(origin).dtype])
-        self._reader.read_box(values, kind=kind, name=origin.name, shape=origin.shape, box=read)
+        dtype = DTYPES[self._stored(origin).dtype]
+        values = self._reader.values(origin.name, origin.shape, read, kind=kind, dtype=dtype)
         for dim, (one, (first, _)) in enumerate(zip(picked, read, strict=True)):
             values = values.index_select(dim, one - first)
         out.copy_(values if origin.gain == 1 else (values + self._offset) * origin.gain - self._offset)

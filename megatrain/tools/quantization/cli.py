@@ -8,7 +8,6 @@ A layer has memory at a time. A command that was stopped continues after the las
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import zlib
@@ -32,8 +31,8 @@ from megatrain.interop.hf.export import HfExport
 from megatrain.interop.hf.tokenizer_files import json_bytes
 from megatrain.tools.calibration_set import read_samples
 from megatrain.tools.checkpoint.rewrite import DTYPE_NAMES
-from megatrain.tools.checkpoint.source import opened, size_text
-from megatrain.tools.generation.load import foreign_reader
+from megatrain.tools.checkpoint.source import size_text
+from megatrain.tools.generation.load import opened_source
 from megatrain.tools.quantization.calibration import Calibration
 from megatrain.tools.quantization.folder import PartialFolder
 from megatrain.tools.quantization.layer import ChangedTensors, LayerRounding
@@ -118,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU", fix="use --device cpu")
     console = Console()
-    with _opened(arguments.source, console) as reader:
+    with opened_source(arguments.source, console.print) as reader:
         tensors = ChangedTensors(reader)
         own = reader.family.architecture if isinstance(reader, HfCheckpoint) else None
         export = HfExport(tensors, arguments.architecture or own)
@@ -142,18 +141,6 @@ def run(arguments: argparse.Namespace) -> int:
         folder = PartialFolder(arguments.target, description, plan.num_files)
         _quantize(LayerRounding(export, tensors, plan, options), folder, tokens, console)
     return 0
-
-
-@contextlib.contextmanager
-def _opened(name: str, console: Console) -> Iterator[TensorReader]:
-    """Open a checkpoint of ours, of Megatron-LM or of transformers."""
-    foreign = foreign_reader(name, lambda text: console.print(f"> {text}"))
-    if foreign is None:
-        with opened(Path(name)) as reader:
-            yield reader
-    else:
-        with contextlib.closing(foreign):
-            yield foreign
 
 
 def _quantize(

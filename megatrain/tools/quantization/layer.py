@@ -27,7 +27,6 @@ from megatrain.kernels.quantization.awq import channel_scales, clipped_scales
 from megatrain.kernels.quantization.gptq import gptq
 from megatrain.kernels.quantization.packing import pack
 from megatrain.kernels.quantization.rounding import dequantize, quantize, scales_for, scales_of
-from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 from megatrain.tools.quantization.calibration import InputStatistics, LayerStatistics
 from megatrain.tools.quantization.plan import Options, TensorPlan
@@ -58,10 +57,7 @@ class ChangedTensors(TensorReader):
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor, fp32."""
-        shape = self.manifest.tensors[name].shape
-        out = torch.empty(shape)
-        self.read_box(out, kind=WEIGHT, name=name, shape=shape, box=whole_box(shape))
-        return out
+        return self.values(name, self.manifest.tensors[name].shape)
 
 
 @dataclass(frozen=True)
@@ -103,11 +99,7 @@ class LayerRounding:
         return self._read(name).to(DTYPES[self.export.dtype_of(name, wanted)])
 
     def _read(self, name: str) -> Tensor:
-        out = torch.empty(self.export.tensors[name].shape)
-        self.export.read_box(
-            out, kind=WEIGHT, name=name, shape=tuple(out.shape), box=whole_box(tuple(out.shape))
-        )
-        return out
+        return self.export.values(name, self.export.tensors[name].shape)
 
     def _rounded(self, name: str, inputs: InputStatistics | None) -> dict[str, Tensor]:
         """Return the tensors of a quantized weight; the weight that they stand for becomes the layer's."""

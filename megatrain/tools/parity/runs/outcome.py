@@ -21,7 +21,6 @@ import torch
 
 from megatrain.checkpoint.find import find_checkpoints
 from megatrain.checkpoint.manifest import DTYPES
-from megatrain.parallel.layout import whole_box
 from megatrain.tools.checkpoint.source import opened
 
 _NOT_COMPARED: Final = {
@@ -60,9 +59,7 @@ class Outcome:
             kinds: dict[str, dict[str, npt.NDArray[np.float64]]] = {}
             for name, tensor in sorted(manifest.tensors.items()):
                 for kind, stored in tensor.kinds.items():
-                    values = torch.empty(tensor.shape, dtype=DTYPES[stored.dtype])
-                    box = whole_box(tensor.shape)
-                    reader.read_box(values, kind=kind, name=name, shape=tensor.shape, box=box)
+                    values = reader.values(name, tensor.shape, kind=kind, dtype=DTYPES[stored.dtype])
                     kinds.setdefault(kind, {})[name] = values.to(torch.float64).numpy()
         if manifest.state["expert_biases"]:
             biases = manifest.state["expert_biases"].items()
