@@ -31,7 +31,7 @@ from megatrain.tools.checkpoint.rewrite import (
 from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
 from megatrain.tools.compare_logits import compare_logits
 from megatrain.tools.compare_tokenizers import compare_tokenizers
-from megatrain.tools.subcommands import RUN_FOLDER, add_command, add_file_options
+from megatrain.tools.subcommands import RUN_FOLDER, add_command, add_commands, add_file_options
 
 
 def add_flags(commands: Any) -> None:
@@ -62,14 +62,10 @@ def add_flags(commands: Any) -> None:
     }
     _add_combine_flags(directions)
     _add_peft_flags(directions)
-    parsers = {}
-    for run, (text, source) in texts.items():
-        name = run.__name__.replace("_", "-")
-        parsers[name] = add_command(
-            directions, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}."
-        )
-        parsers[name].add_argument("source", metavar="PATH", help=source)
-        parsers[name].add_argument("target", metavar="TARGET", help="folder to write to")
+    parsers = add_commands(directions, {run: text for run, (text, _) in texts.items()})
+    for parser, (_, source) in zip(parsers.values(), texts.values(), strict=True):
+        parser.add_argument("source", metavar="PATH", help=source)
+        parser.add_argument("target", metavar="TARGET", help="folder to write to")
     megatron, _, theirs, ours = parsers.values()
     megatron.add_argument(
         "--allow-pickle",
@@ -116,11 +112,8 @@ def _add_peft_flags(directions: Any) -> None:
             "FOLDER",
         ),
     }
-    for run, (text, source, base, value) in texts.items():
-        name = run.__name__.replace("_", "-")
-        parser = add_command(
-            directions, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}."
-        )
+    parsers = add_commands(directions, {run: text for run, (text, *_) in texts.items()})
+    for parser, (run, (_, source, base, value)) in zip(parsers.values(), texts.items(), strict=True):
         parser.add_argument("source", metavar="PATH", help=source)
         parser.add_argument("target", metavar="TARGET", help="folder to write to")
         parser.add_argument("--base", metavar=value, required=run is peft_to_megatrain, help=base)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 RUN_FOLDER: Final = "--save folder of a run, or one of its iter_NNNNNNN folders"
@@ -32,6 +32,18 @@ def add_command(
     command: argparse.ArgumentParser = commands.add_parser(name, allow_abbrev=False, **texts)
     command.set_defaults(parser=command, run=run, takes_run_flags=takes_run_flags)
     return command
+
+
+def add_commands(
+    commands: Any, texts: Mapping[Callable[[argparse.Namespace], int], str]
+) -> dict[str, argparse.ArgumentParser]:
+    """Add a subcommand for each function, named after it, with its help text; return the parsers by name."""
+    return {
+        (name := run.__name__.replace("_", "-")): add_command(
+            commands, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}."
+        )
+        for run, text in texts.items()
+    }
 
 
 def add_file_options(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from megatrain.tools.checkpoint.average import average
 from megatrain.tools.checkpoint.contents import diff, inspect
 from megatrain.tools.checkpoint.folders import ls, prune, verify
 from megatrain.tools.checkpoint.rewrite import export_weights, merge_lora, reshard
-from megatrain.tools.subcommands import RUN_FOLDER, add_command, add_file_options
+from megatrain.tools.subcommands import RUN_FOLDER, add_command, add_commands, add_file_options
 
 
 def add_flags(commands: Any) -> None:
@@ -33,12 +33,7 @@ def add_flags(commands: Any) -> None:
         merge_lora: "write the weights with the adapters of --lora-rank merged into them, as a checkpoint",
         export_weights: "write the weights as plain safetensors files with an index",
     }
-    parsers = {}
-    for run, text in texts.items():
-        name = run.__name__.replace("_", "-")
-        parsers[name] = add_command(
-            actions, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}."
-        )
+    parsers = add_commands(actions, texts)
     for name in ("ls", "prune"):
         parsers[name].add_argument("folder", metavar="FOLDER", help="--save folder of a run")
     for name in ("verify", "inspect"):
