@@ -297,7 +297,7 @@ def _mamba(epsilon: str, kernel: str, bias: str, no_bias: str) -> tuple[ConfigPa
 
 
 _MAMBA2: Final = _mamba("layer_norm_epsilon", "conv_kernel", "use_conv_bias", "use_bias")
-_BAMBA: Final = (
+_BAMBA: Final[tuple[ConfigPart, ...]] = (
     Value("mamba_n_groups", "model.mamba_num_groups", default=1),
     Value("mamba_d_state", "model.mamba_state_dim", default=256),
     _Steps(),
