@@ -9,6 +9,8 @@ A query of padding attends to tokens too; its output reaches no loss.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ class MaskedAttention(ShardedModule):
         super().__init__()
         self.tp, self.cp = context.tp, context.ranks.split.cp
         self.num_heads, self.p = spec.num_heads, spec.dropout
-        self.scale = spec.score_scale
+        self.scale = 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
         self.dropout_key = stream_key(context.ranks.seed, f"{context.name(spec)}.dropout")
         self.kernel = context.builder.attention
         self.is_causal = isinstance(spec, AttentionSpec) and spec.mask == "causal"
