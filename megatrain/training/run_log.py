@@ -286,6 +286,7 @@ class RunLog:
             "skipped": int(not report.is_updated),
             "nan": int(math.isnan(report.lm_loss)),
             "save": self._save,
+            "resumed": int(0 < self._first_iteration == iteration - 1),
         }
 
     def _write_curves(self, scalars: dict[str, float], iteration: int, consumed_samples: int) -> None:
@@ -316,14 +317,18 @@ class RunLog:
     def _print_interval(self) -> None:
         logging, console = self._config.logging, self._ranks.console
         means = averaged(self._interval)
-        line = log_line(
+        line, width = log_line, console.width()
+        form = {"has_throughput": logging.log_throughput and self.is_on_gpu}
+        if width is not None and width < LOG_LINE_COLUMNS:
+            line, form = short_line, {"width": width}
+        text = line(
             means,
             train_iters=self._derived.train_iters,
-            has_throughput=logging.log_throughput and self.is_on_gpu,
             speed_unit="tokens/s/GPU" if self.is_on_gpu else "tokens/s",
             world_size=1 if self.is_on_gpu else self._derived.world_size,
+            **form,
         )
-        console.print(line)
+        console.print(text)
         if means["routers"] is not None:
             console.print(router_line(means["routers"]))
         if logging.timing_log_level:

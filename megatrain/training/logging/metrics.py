@@ -67,6 +67,30 @@ def log_line(
     return " | ".join(part for part in parts if part is not None) + " |"
 
 
+def short_line(
+    values: dict[str, Any], *, train_iters: int, speed_unit: str, world_size: int, width: int
+) -> str:
+    """Return the log line of an interval for a terminal of `width` columns: its most important columns. Arguments: see `log_line`."""
+    losses = {"sop loss": values["sop_loss"], "z loss": values["z_loss"]}
+    losses |= (values["routers"] or {"losses": {}})["losses"]
+    losses |= (values["mtp_losses"] or {}) | (values["kd_losses"] or {})
+    parts = [
+        f" {datetime.now():%H:%M:%S} {values['iteration']}/{train_iters}",  # noqa: DTZ005 (local time, for human readers)
+        f"loss {values['lm_loss']:.4f}",
+        *(f"{values[name]} {name}" for name in ("skipped", "nan") if values[name]),
+        f"grad norm {values['grad_norm']:.2f}",
+        f"lr {values['learning_rate']:.2e}",
+        f"{values['tokens_per_second_per_gpu'] * world_size:,.0f} {speed_unit}",
+        f"MFU {100 * values['mfu']:.1f} %" if values["mfu"] is not None else None,
+        f"{values['iteration_ms']:,.0f} ms",
+        *(f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None),
+    ]
+    line = parts[0] or ""
+    for part in filter(None, parts[1:]):
+        line = f"{line} | {part}" if len(f"{line} | {part}") <= width else line
+    return line
+
+
 def evaluation_line(start: str, values: Mapping[str, float]) -> str:
     """Return the log line of an evaluation: Megatron-LM's, then the other values of its line of `metrics.jsonl`."""
     names = {"loss": "lm loss value", "ppl": "lm loss PPL", "sop_loss": "sop loss value"}
