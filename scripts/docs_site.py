@@ -44,7 +44,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str: 
     for command, name in COMMANDS.items():
         markdown = markdown.replace(command, f"[{command}]({top}{name})")
     markdown = re.sub(r"\[([\w-]+)\.md\]\(", r"[\1](", markdown)
-    markdown = re.sub(r"`[^`\n]+`", lambda code: code[0].replace(r"\|", "|"), markdown)  # GitHub's way to write it in a table
+    markdown = re.sub(
+        r"`[^`\n]+`", lambda code: code[0].replace(r"\|", "|"), markdown
+    )  # GitHub's way to write it in a table
     return markdown.replace(f"]({top}../README.md", f"]({top}start.md")
 
 

@@ -380,9 +380,7 @@ def _shortened(reason: str) -> str:
     return first if len(first) <= MAX_REASON_CHARACTERS else f"{first[:MAX_REASON_CHARACTERS]} ..."
 
 
-def _saves(
-    steps: Sequence[dict[str, Any]], status: dict[str, Any], folder: Path
-) -> tuple[list[int], float]:
+def _saves(steps: Sequence[dict[str, Any]], status: dict[str, Any], folder: Path) -> tuple[list[int], float]:
     """Return the iterations of saves and the milliseconds in which training waited for them, as far as they are known.
 
     No iteration follows the last save of a job: the newest one is in the status, older ones are known by their folders.

@@ -317,18 +317,15 @@ class RunLog:
     def _print_interval(self) -> None:
         logging, console = self._config.logging, self._ranks.console
         means = averaged(self._interval)
-        line, width = log_line, console.width()
-        form = {"has_throughput": logging.log_throughput and self.is_on_gpu}
-        if width is not None and width < LOG_LINE_COLUMNS:
-            line, form = short_line, {"width": width}
-        text = line(
+        line = log_line(
             means,
             train_iters=self._derived.train_iters,
+            has_throughput=logging.log_throughput and self.is_on_gpu,
             speed_unit="tokens/s/GPU" if self.is_on_gpu else "tokens/s",
             world_size=1 if self.is_on_gpu else self._derived.world_size,
-            **form,
+            columns=console.columns(),
         )
-        console.print(text)
+        console.print(line)
         if means["routers"] is not None:
             console.print(router_line(means["routers"]))
         if logging.timing_log_level:

@@ -202,7 +202,9 @@ def test_saves_are_counted_with_the_time_that_they_cost(tmp_path: Path) -> None:
 def test_a_resume_has_the_iteration_from_which_it_went_on(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write("\n" + "".join(json.dumps({"iteration": n, "resumed": int(n == 5)}) + "\n" for n in (5, 6)))
+        file.write(
+            "\n" + "".join(json.dumps({"iteration": n, "resumed": int(n == 5)}) + "\n" for n in (5, 6))
+        )
     assert read_run(run, "run").resumes == [4]
 
 

@@ -63,6 +63,10 @@ class Console:
             sys.stdout.write(_CLEAR_LINE + self._bar)
             sys.stdout.flush()
 
+    def columns(self) -> int | None:
+        """Return the width of the terminal; None: output goes to a file or a pipe."""
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
     def remove_bar(self) -> None:
         """Erase the progress bar."""
         with self._lock:
