@@ -26,7 +26,7 @@ _RECENT: Final = 20
 """Iterations whose median is the current speed."""
 _SHOWN_FAULTS: Final = 5
 _SILENCE: Final = "no sign of life"
-_PLAIN, _DIM, _RED, _GREEN, _BLUE = (f"\x1b[{code}m" for code in (0, 2, 31, 32, 34))
+_PLAIN, _DIM, _RED, _GREEN, _YELLOW, _BLUE = (f"\x1b[{code}m" for code in (0, 2, 31, 32, 33, 34))
 _CLEAR: Final = "\x1b[H\x1b[2J"
 
 
@@ -77,8 +77,15 @@ def shown(run: RunData, *, width: int, now: float, is_coloured: bool) -> str:
     ]
     if not is_coloured:
         return "\n".join(wrapped)
-    good = run.summary["is_running"] or run.summary["status"].endswith("(exit code 0)")
-    wrapped[0] = f"{_GREEN if good and _SILENCE not in wrapped[0] else _RED}{wrapped[0]}{_PLAIN}"
+    state, is_good = wrapped[0], run.summary["is_running"] or run.summary["status"].endswith("(exit code 0)")
+    colour = (
+        _GREEN
+        if is_good and _SILENCE not in state
+        else _YELLOW
+        if re.search(r"code (0|75)\)", state)
+        else _RED
+    )
+    wrapped[0] = f"{colour}{state}{_PLAIN}"
     for at, line in enumerate(wrapped[1:], 1):
         colour = _RED if line.startswith("  faults") else _DIM
         wrapped[at] = f"{colour}{line[:13]}{_PLAIN}{line[13:]}"

@@ -200,7 +200,9 @@ class RunLog:
         self._write_metrics(metrics)
         scalars = evaluation_scalars(values, self._config.logging, split=split, dataset=dataset)
         self._write_curves(scalars, iteration, consumed_samples)
-        line = evaluation_line(f"{name} loss at iteration {iteration}", values)
+        line = evaluation_line(
+            f"{name} loss at iteration {iteration}", values, columns=self._ranks.console.columns()
+        )
         self._ranks.console.print(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
         self._callbacks.call("on_evaluation", metrics)
 
@@ -212,7 +214,10 @@ class RunLog:
         self._write_metrics(metrics)
         scalars = evaluation_scalars(values, self._config.logging, split="task", dataset=name)
         self._write_curves(scalars, iteration, consumed_samples)
-        self._ranks.console.print(evaluation_line(f"task {name} at iteration {iteration}", values))
+        columns = self._ranks.console.columns()
+        self._ranks.console.print(
+            evaluation_line(f"task {name} at iteration {iteration}", values, columns=columns)
+        )
         self._callbacks.call("on_evaluation", metrics)
 
     def flush(self) -> None:

@@ -101,8 +101,12 @@ def _short_line(values: dict[str, Any], *, start: str, speed: str, columns: int)
     return line
 
 
-def evaluation_line(start: str, values: Mapping[str, float]) -> str:
-    """Return the log line of an evaluation: Megatron-LM's, then the other values of its line of `metrics.jsonl`."""
+def evaluation_line(start: str, values: Mapping[str, float], *, columns: int | None = None) -> str:
+    """Return the log line of an evaluation: Megatron-LM's, then the other values of its line of `metrics.jsonl`; `columns` as above."""
+    if columns is not None and columns < _MIN_COLUMNS:
+        return " | ".join(
+            [f" {start}", *(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items())]
+        )
     names = {"loss": "lm loss value", "ppl": "lm loss PPL", "sop_loss": "sop loss value"}
     parts = [f"{names.get(name, name.replace('_', ' '))}: {value:.6E} | " for name, value in values.items()]
     return f" {start} | {''.join(parts)}"
