@@ -6,7 +6,6 @@ It reads the files of the `--save` folders alone: it works on any host that sees
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import statistics
@@ -52,9 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     while True:
         width, now = shutil.get_terminal_size().columns, time.time()
         is_terminal = sys.stdout.isatty()
-        is_coloured = is_terminal and "NO_COLOR" not in os.environ
         runs = [
-            shown(one, width=width, now=now, is_coloured=is_coloured) for one in read_runs(arguments.runs)
+            shown(one, width=width, now=now, is_coloured=is_terminal) for one in read_runs(arguments.runs)
         ]
         text = "\n\n".join(runs)
         if arguments.once or not is_terminal:
