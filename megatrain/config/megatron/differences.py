@@ -164,10 +164,10 @@ def docs_differences() -> str:
         "| flag | megatrain | Megatron-LM | reason |",
         "|---|---|---|---|",
     ]
-    lines += [
-        f"| `{flag_of(item.path)}` | {_shown(by_path[item.path].default).lower()} | {item.megatron_default} | {item.reason} |"
-        for item in DIFFERENT_DEFAULTS
-    ]
+    for item in DIFFERENT_DEFAULTS:
+        theirs = item.megatron_default.replace("|", r"\|")
+        ours = _shown(by_path[item.path].default).lower()
+        lines.append(f"| `{flag_of(item.path)}` | {ours} | {theirs} | {item.reason} |")
     lines += ["", "## Other names", "", "| flag | stands for |", "|---|---|"]
     lines += [
         f"| `{flag}` | `{' '.join(filter(None, (flag_of(alias.path), alias.value)))}` |"
