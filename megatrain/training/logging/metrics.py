@@ -5,6 +5,7 @@ The columns of the log line have Megatron-LM's names and order, because scripts 
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -37,7 +38,7 @@ def log_line(
     has_throughput: bool,
     speed_unit: str,
     world_size: int,
-    columns: int | None = None,
+    columns: float = math.inf,
 ) -> str:
     """Return the log line of an interval: Megatron-LM's columns in its order, then speed; on a narrow terminal a short form.
 
@@ -47,9 +48,9 @@ def log_line(
         has_throughput: include Megatron-LM's TFLOP/s column.
         speed_unit: name of the speed column.
         world_size: number of ranks over which the speed column is summed.
-        columns: width of the terminal; None: a file or a pipe, whose readers parse Megatron-LM's columns.
+        columns: width of the terminal; infinite for a file or a pipe, whose readers parse Megatron-LM's columns.
     """
-    if columns is not None and columns < _MIN_COLUMNS:
+    if columns < _MIN_COLUMNS:
         speed = f"{values['tokens_per_second_per_gpu'] * world_size:,.0f} {speed_unit}"
         return _short_line(values, start=f"{values['iteration']}/{train_iters}", speed=speed, columns=columns)
     now = datetime.now().isoformat(sep=" ", timespec="microseconds")  # noqa: DTZ005 (local time, for human readers)
@@ -79,7 +80,7 @@ def log_line(
     return " | ".join(part for part in parts if part is not None) + " |"
 
 
-def _short_line(values: dict[str, Any], *, start: str, speed: str, columns: int) -> str:
+def _short_line(values: dict[str, Any], *, start: str, speed: str, columns: float) -> str:
     """Return the values of an interval, the most important ones first, as far as the terminal has columns."""
     losses = {"sop loss": values["sop_loss"], "z loss": values["z_loss"]}
     losses |= (values["routers"] or {"losses": {}})["losses"]
@@ -101,9 +102,9 @@ def _short_line(values: dict[str, Any], *, start: str, speed: str, columns: int)
     return line
 
 
-def evaluation_line(start: str, values: Mapping[str, float], *, columns: int | None = None) -> str:
+def evaluation_line(start: str, values: Mapping[str, float], *, columns: float = math.inf) -> str:
     """Return the log line of an evaluation: Megatron-LM's, then the other values of its line of `metrics.jsonl`; `columns` as above."""
-    if columns is not None and columns < _MIN_COLUMNS:
+    if columns < _MIN_COLUMNS:
         return " | ".join(
             [f" {start}", *(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items())]
         )
