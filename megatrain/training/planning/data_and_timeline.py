@@ -45,10 +45,14 @@ def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
         requested = getattr(plan.derived, f"requested_{split}_samples")
         if requested == 0 or (split == "train" and plan.config.training.only_evaluates):
             continue
+        share = split_fractions(plan.config.data.split)[number]
         if not facts.datasets:
+            texts = facts.untokenized.get(split, ()) + (facts.untokenized.get("all", ()) if share else ())
+            if facts.untokenized and not texts:
+                continue
             yield DatasetUse(
                 split=split,
-                dataset=plan.config.data.dataset or ", ".join(facts.untokenized) or "mock data",
+                dataset=plan.config.data.dataset or ", ".join(texts) or "mock data",
                 samples=requested,
                 plans=getattr(plan.derived, f"{split}_plan"),
                 tokens=None,
@@ -60,9 +64,7 @@ def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
             read = [
                 one for one in facts.datasets if one.split in (split, "all") and one.from_iteration == start
             ]
-            fractions = [
-                split_fractions(plan.config.data.split)[number] if one.split == "all" else 1.0 for one in read
-            ]
+            fractions = [share if one.split == "all" else 1.0 for one in read]
             if any(fractions):
                 yield from _uses(plan, split, read, fractions, samples, plans)
 
