@@ -181,6 +181,8 @@ class Evaluation:
         training = self.plan.config.training
         if self.engine.model.spec.head.has_accuracy or training.loss is not None:
             return None  # of a family that predicts some tokens, or a loss that is no cross-entropy
+        if self.plan.config.tokenizer.tokenizer_type is None:
+            return None
         counts = torch.zeros(self.plan.derived.vocab_size, dtype=torch.int64, device=self.ranks.device)
         if self.ranks.is_main:
             try:

@@ -65,6 +65,12 @@ DIFFERENT_DEFAULTS: Final = (
         is_noted=False,
     ),
     DifferentDefault(
+        "training.mlp_chunks_for_training",
+        "1",
+        "chunks of recomputed MLPs save memory without changing results",
+        is_noted=False,
+    ),
+    DifferentDefault(
         "data.fim_eod_token", "<|endoftext|>", "documents end with the tokenizer's own token", is_noted=False
     ),
     DifferentDefault(

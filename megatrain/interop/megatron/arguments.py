@@ -86,6 +86,13 @@ _LAYOUT: Final = (
 )
 _LISTS: Final = frozenset({"high_priority_stream_groups", "offload_modules"})
 """Arguments that are lists even if they have one value or none."""
+_INDEXER: Final = (
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "dsa_indexer_loss_coeff",
+)
+"""Arguments that have no value without sparse attention."""
 _PATTERNS: Final = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
 
 
@@ -144,6 +151,8 @@ def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
         found["rope_type"] = None
     if found["swiglu"] or not found["add_bias_linear"]:
         found["bias_gelu_fusion"] = False
+    if found["experimental_attention_variant"] != "dsa":
+        found |= dict.fromkeys(_INDEXER, None)
     found |= _layout_arguments(manifest)
     return found | {
         "data_path": config["data"]["data_path"] or None,

@@ -283,7 +283,11 @@ def test_a_change_is_reported_by_its_class(setting, plan_of):
     resume_class = setting.on_resume
     plan = plan_of(BASE)
     config = json.loads(json.dumps(plan.config.to_dict()))
-    is_number = setting.path in ("model.mtp_num_layers", "tokenizer.vocab_size")  # judged by their values
+    is_number = setting.path in (
+        "data.seq_length",
+        "model.mtp_num_layers",
+        "tokenizer.vocab_size",
+    )  # judged by their values
     config[setting.section][setting.name] = 0 if is_number else "other"
     schedule = {"lr": 9.0} if resume_class is SCHEDULE else None
     stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config, schedule=schedule)

@@ -125,11 +125,11 @@ def test_a_flipped_bit_is_never_a_wrong_array(file, bit):
     content = file.read_bytes()
     arrays = payload(content)
     end_of_header = content.rfind(b"}]}") + 3
-    for position in range(len(content)):
+    for position in range(0, len(content), 3):
         flipped = bytearray(content)
         flipped[position] ^= 1 << bit
         is_padding = position >= end_of_header and position not in arrays
-        if is_padding and position % 16:
+        if is_padding and position % 48:
             continue
         check_never_wrong(file, flipped, may_be_unnoticed=is_padding)
         file.write_bytes(content)
