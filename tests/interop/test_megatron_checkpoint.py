@@ -86,7 +86,7 @@ def test_settings_come_from_the_arguments(stored: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"qk_clip": True}, "its arguments: "),
+        ({"moe_apply_probs_on_input": True}, "its arguments: "),
         ({"padded_vocab_size": None}, "no padded_vocab_size"),
         ({"num_attention_heads": 3}, "its arguments: "),
     ],

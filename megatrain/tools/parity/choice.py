@@ -103,23 +103,27 @@ def _as_in(precision: Precision, layout: Layout) -> Layout:
 
 def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
     is_usual = not (arguments.quick or arguments.full)
-    layouts = (
-        product_rows(max_ranks)
-        if arguments.full
-        else pairwise_rows(max_ranks, None if is_usual else QUICK_ROWS)
-    )
     precision = arguments.precision
     if arguments.transformer_impl != "local":
+        own = _precision_of_implementation(arguments)
         is_table = precision is not None or not is_usual
-        return _rows_of(arguments, layouts if is_table else _implementation_rows(max_ranks))
+        layouts = _layouts(arguments, max_ranks) if is_table else _implementation_rows(max_ranks)
+        return [(own, layout) for layout in dict.fromkeys(map(of_equal_tokens, layouts))]
+    layouts = _layouts(arguments, max_ranks)
     if precision not in (None, "fp64"):
         more = rows_in(precision, max_ranks) if is_usual else ()
         return [(precision, layout) for layout in dict.fromkeys([*map(of_any_micro_batch, layouts), *more])]
     rows: list[Row] = [("fp64", layout) for layout in _with_packs(arguments, layouts, max_ranks)]
     if is_usual:
-        own: tuple[Precision, ...] = ("fp64",) if precision == "fp64" else ("fp64", *LOW_PRECISIONS)
-        rows += [(one, layout) for one in own for layout in rows_in(one, max_ranks)]
+        all_of: tuple[Precision, ...] = ("fp64",) if precision == "fp64" else ("fp64", *LOW_PRECISIONS)
+        rows += [(one, layout) for one in all_of for layout in rows_in(one, max_ranks)]
     return rows
+
+
+def _layouts(arguments: argparse.Namespace, max_ranks: int) -> Sequence[Layout]:
+    if arguments.full:
+        return product_rows(max_ranks)
+    return pairwise_rows(max_ranks, QUICK_ROWS if arguments.quick else None)
 
 
 def _with_packs(arguments: argparse.Namespace, layouts: Sequence[Layout], max_ranks: int) -> Sequence[Layout]:
@@ -134,12 +138,6 @@ def _implementation_rows(max_ranks: int) -> list[Layout]:
     """Return the default rows of another implementation; mup has norms and biases, which llama lacks."""
     narrow = rows_in("bf16", max_ranks)
     return [Layout.of(""), Layout.of("documents"), *narrow, *(layout.but("mup") for layout in narrow)]
-
-
-def _rows_of(arguments: argparse.Namespace, layouts: Sequence[Layout]) -> list[Row]:
-    """Return the rows of these layouts for another implementation than `local`."""
-    precision = _precision_of_implementation(arguments)
-    return [(precision, layout) for layout in dict.fromkeys(map(of_equal_tokens, layouts))]
 
 
 def _precision_of_implementation(arguments: argparse.Namespace) -> Precision:

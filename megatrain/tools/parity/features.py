@@ -501,7 +501,7 @@ configs:
   tensorwise: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {fp8_quantization_recipe: tensorwise}}
   blockwise: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {fp8_quantization_recipe: blockwise}}
 matchers:
-  projections: {type: glob, enabled: true, pattern: "*.self_attention.*proj", config: bf16}
+  projections: {type: glob, enabled: true, pattern: "*.self_attention.linear_*proj", config: bf16}
   mlp: {type: glob, enabled: true, pattern: "*.layers.[13].mlp.*", config: tensorwise}
   layer: {type: glob, enabled: true, pattern: "*.layers.2.*", config: blockwise}
 """
