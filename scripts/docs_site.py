@@ -39,8 +39,17 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 (mkdocs names them)
-    """Link the README to the start page, and each command that prints a page to this page."""
+    """Link the README to the start page, and each command that prints a page to this page; names of pages have no ending."""
     top = "../" * page.file.src_uri.count("/")
     for command, name in COMMANDS.items():
         markdown = markdown.replace(command, f"[{command}]({top}{name})")
+    markdown = re.sub(r"\[([\w-]+)\.md\]\(", r"[\1](", markdown)
+    markdown = re.sub(
+        r"`[^`\n]+`", lambda code: code[0].replace(r"\|", "|"), markdown
+    )  # GitHub's way to write it in a table
     return markdown.replace(f"]({top}../README.md", f"]({top}start.md")
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 (mkdocs names them)
+    """Mark the pages of settings, whose tables images/site.css sets."""
+    return f'<div class="settings">{html}</div>' if page.file.src_uri in COMMANDS.values() else html

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SITE = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "docs_site.py")))
+LOST_ITEMS = r"(?:\d\.|\*) .*\n\n {1,3}\S.*|\n\n {4}\S.*\n(?: {4}.*\n)*(?:\d+\.|\*) .*"
+"""Items of lists whose blocks become text of the page or of the item before them."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -59,6 +61,20 @@ def test_the_links_of_added_pages_lead_to_pages_of_the_site() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="internals/glossary.md"))
     text = SITE.on_page_markdown("[start](../../README.md), `megatrain settings`", page, None, None)
     assert text == "[start](../start.md), [`megatrain settings`](../configuration.md)"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="data.md"))
+    text = SITE.on_page_markdown(r"[models.md](models.md), `<\|end\|>`", page, None, None)
+    assert text == "[models](models.md), `<|end|>`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lists_render(page: Path) -> None:
+    """Python-Markdown wants blocks of an item indented by four spaces, and an empty line before the next item."""
+    assert not re.findall(LOST_ITEMS, page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("text", ["1. a\n\n   b\n", "1. a\n\n    b\n    c\n2. d\n"])
+def test_a_list_that_does_not_render_is_found(text: str) -> None:
+    assert re.findall(LOST_ITEMS, text)
 
 
 def test_a_missing_path_is_found(tmp_path: Path) -> None:

@@ -220,8 +220,8 @@ class Facts:
     """Contents of the file of --nccl-communicator-config-path."""
     datasets: tuple[DatasetFacts, ...] = ()
     """Datasets of --data-path and the flags per split, in order; empty for mock data."""
-    untokenized: tuple[str, ...] = ()
-    """Text of the data flags that has to be tokenized first, with its size; `datasets` is empty then."""
+    untokenized: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Text that has to be tokenized first, with its size, by split as in `DatasetFacts`; `datasets` is empty then."""
     data_problems: tuple[Problem, ...] = ()
     """Problems of input files."""
     has_triton: bool = True
@@ -247,6 +247,6 @@ class Facts:
         if values["device_capability"] is not None:
             values["device_capability"] = tuple(values["device_capability"])
         values["special_ids"] = tuple(values["special_ids"])
-        values["untokenized"] = tuple(values["untokenized"])
+        values["untokenized"] = {split: tuple(names) for split, names in values["untokenized"].items()}
         values["data_problems"] = tuple(Problem(**problem) for problem in values["data_problems"])
         return cls(**values)

@@ -52,6 +52,7 @@ MAX_BUCKETS = 500
 MAX_LAST_LOSSES = 100
 """Iterations at the end of a run over which its loss is averaged; at most a tenth of the run."""
 MAX_CONFIG_BYTES = MAX_STATUS_BYTES = 1 << 18
+MAX_REASON_CHARACTERS = 160
 MAX_SHOWN_CHARACTERS = 1000
 """Limit of the text of a setting."""
 Columns = dict[str, list[float | None]]
@@ -99,6 +100,10 @@ class RunData:
     summary: dict[str, Any] = field(default_factory=dict)
     faults: list[tuple[int, str]] = field(default_factory=list)
     """Iterations that updated nothing, and why."""
+    saves: list[int] = field(default_factory=list)
+    """Iterations of its checkpoints, also of those that are removed by now."""
+    resumes: list[int] = field(default_factory=list)
+    """Iterations from which it resumed."""
     timers: dict[str, float | None] = field(default_factory=dict)
     """Mean milliseconds of each part of an iteration that was timed."""
     last_activity: float = 0.0
@@ -132,6 +137,8 @@ def read_run(path: Path, name: str) -> RunData:
     settings, note = _settings(folder / "config.yaml")
     x, curves, means = _columns(steps, _number(settings.get("data.seq_length")))
     validations = _evaluations(evaluations, _LOSSES)
+    status = _status(folder / "status.json")
+    saves, stall_ms = _saves(steps, status, folder)
     return RunData(
         name=name,
         folder=str(folder),
@@ -143,18 +150,23 @@ def read_run(path: Path, name: str) -> RunData:
         bits=_evaluations(evaluations, _BITS),
         settings=settings,
         note=note,
-        summary=_summary(steps, validations, folder),
+        summary=_summary(steps, validations, status, folder)
+        | {"saves": len(saves), "save_stall_seconds": _number(stall_ms / 1000)}
+        | {"last_save": max(saves, default=None)},
         faults=_faults(steps),
+        saves=saves,
+        resumes=[row["iteration"] - 1 for row in steps if row.get("resumed") == 1],
         timers=_timers(steps),
         last_activity=_last_activity(folder, file),
     )
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest trailing parts of the paths that differ from each other."""
+    """Return the shortest trailing parts of the paths that differ from each other, without names that say nothing."""
     parts = [path.resolve().parts for path in paths]
-    if all(path.name == "metrics.jsonl" for path in paths):
-        parts = [one[:-1] for one in parts]
+    for plain in ("metrics.jsonl", "checkpoints"):
+        if all(one[-1] == plain and len(one) > 2 for one in parts):
+            parts = [one[:-1] for one in parts]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(one[-count:]) for one in parts]
         if len(set(names)) == len(names):
@@ -281,10 +293,10 @@ def _means(x: Columns, curves: Columns) -> Means:
 def _summary(
     steps: Sequence[dict[str, Any]],
     validations: Evaluations,
+    status: dict[str, Any],
     folder: Path,
 ) -> dict[str, Any]:
     """Return the run's row in the table of runs."""
-    status = _status(folder / "status.json")
     death = _death(status, folder)
     last = steps[-1] if steps else {}
     speeds, mfus = (_numbers(steps[1:], name) for name in ("tokens_per_second_per_gpu", "mfu"))
@@ -298,7 +310,6 @@ def _summary(
         "mfu": _number(statistics.median(mfus)) if mfus else None,
         "max_memory_bytes": _number(last.get("max_memory_bytes")),
         "hours": _number(sum(_numbers(steps, "iteration_ms")) / 3.6e6),
-        **_saves(steps, status, folder),
         "faults": len(_faults(steps)),
         "is_running": "exit_code" in status and status["exit_code"] is None and death is None,
         "status": (death or _end(status))[:MAX_SHOWN_CHARACTERS],
@@ -358,12 +369,19 @@ def _end(status: dict[str, Any]) -> str:
     if not {"exit_code", "reason"} <= status.keys():
         return "unknown"
     code, refused = status["exit_code"], _dictionary(status.get("refused_start"))
-    end = str(status["reason"]) if code is None else f"{status['reason']} (exit code {code})"
-    return f"{end}; a later start was refused: {refused.get('reason')}" if refused else end
+    reason = _shortened(str(status["reason"]))
+    end = reason if code is None else f"{reason} (exit code {code})"
+    return f"{end}; a later start was refused: {_shortened(str(refused.get('reason')))}" if refused else end
 
 
-def _saves(steps: Sequence[dict[str, Any]], status: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the number of saves and the seconds in which training waited for them, as far as they are known.
+def _shortened(reason: str) -> str:
+    """Return the first line of a reason; status.json has the others."""
+    first = reason.strip().partition("\n")[0]
+    return first if len(first) <= MAX_REASON_CHARACTERS else f"{first[:MAX_REASON_CHARACTERS]} ..."
+
+
+def _saves(steps: Sequence[dict[str, Any]], status: dict[str, Any], folder: Path) -> tuple[list[int], float]:
+    """Return the iterations of saves and the milliseconds in which training waited for them, as far as they are known.
 
     No iteration follows the last save of a job: the newest one is in the status, older ones are known by their folders.
     """
@@ -374,12 +392,7 @@ def _saves(steps: Sequence[dict[str, Any]], status: dict[str, Any], folder: Path
         present = {str(one.iteration) for one in folders if (one.path / MANIFEST_NAME).is_file()}
     except (CheckpointError, OSError):  # a metrics file may be in a folder that cannot be read
         present = set()
-    known = [int(name) for name in stalls.keys() | present if name.isdecimal()]
-    return {
-        "saves": len(stalls.keys() | present),
-        "last_save": max(known, default=None),
-        "save_stall_seconds": _number(sum(stalls.values()) / 1000),
-    }
+    return sorted(int(name) for name in stalls.keys() | present if name.isdecimal()), sum(stalls.values())
 
 
 def _settings(file: Path) -> tuple[dict[str, Any], str | None]:

@@ -6,9 +6,11 @@ It reads the files of the `--save` folders alone: it works on any host that sees
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -22,6 +24,8 @@ _CURVES: Final = {"lm_loss": "loss", "grad_norm": "gradient", "max_load": "exper
 _RECENT: Final = 20
 """Iterations whose median is the current speed."""
 _SHOWN_FAULTS: Final = 5
+_SILENCE: Final = "no sign of life"
+_PLAIN, _DIM, _RED, _GREEN, _YELLOW, _BLUE = (f"\x1b[{code}m" for code in (0, 2, 31, 32, 33, 34))
 _CLEAR: Final = "\x1b[H\x1b[2J"
 
 
@@ -46,8 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
     while True:
         width, now = shutil.get_terminal_size().columns, time.time()
-        text = "\n\n".join("\n".join(lines(run, width=width, now=now)) for run in read_runs(arguments.runs))
-        if arguments.once or not sys.stdout.isatty():
+        is_terminal = sys.stdout.isatty()
+        runs = [
+            shown(one, width=width, now=now, is_coloured=is_terminal) for one in read_runs(arguments.runs)
+        ]
+        text = "\n\n".join(runs)
+        if arguments.once or not is_terminal:
             print(text)
             return 0
         print(f"{_CLEAR}{text}\n\nCtrl-C ends the display, not the runs", flush=True)
@@ -55,6 +63,31 @@ def run(arguments: argparse.Namespace) -> int:
             time.sleep(max(arguments.interval, 0.1))
         except KeyboardInterrupt:
             return 0
+
+
+def shown(run: RunData, *, width: int, now: float, is_coloured: bool) -> str:
+    """Return the lines about a run, wrapped to a terminal of `width` columns; in colour, the state says whether it needs someone."""
+    wrapped = [
+        textwrap.fill(
+            line, max(width, 40), subsequent_indent=" " * 14, break_long_words=False, break_on_hyphens=False
+        )
+        for line in lines(run, width=width, now=now)
+    ]
+    if not is_coloured:
+        return "\n".join(wrapped)
+    state, is_good = wrapped[0], run.summary["is_running"] or run.summary["status"].endswith("(exit code 0)")
+    colour = (
+        _GREEN
+        if is_good and _SILENCE not in state
+        else _YELLOW
+        if re.search(r"code (0|75)\)", state)
+        else _RED
+    )
+    wrapped[0] = f"{colour}{state}{_PLAIN}"
+    for at, line in enumerate(wrapped[1:], 1):
+        colour = _RED if line.startswith("  faults") else _DIM
+        wrapped[at] = f"{colour}{line[:13]}{_PLAIN}{line[13:]}"
+    return re.sub(f"([{_BARS}]+)", f"{_BLUE}\\1{_PLAIN}", "\n".join(wrapped))
 
 
 def lines(run: RunData, *, width: int, now: float) -> Iterator[str]:
@@ -68,12 +101,16 @@ def lines(run: RunData, *, width: int, now: float) -> Iterator[str]:
     yield _row("speed", _speed(run))
     if run.summary["max_memory_bytes"]:
         yield _row("memory", f"{run.summary['max_memory_bytes'] / 1e9:.1f} GB at most")
-    for name, found in run.validations.items():
-        iteration, loss = found[-1]
-        yield _row(
-            "evaluation",
-            f"{name} {'not finite' if loss is None else f'{loss:.5g}'} at iteration {iteration:,}",
-        )
+    kinds = (
+        ("evaluation", run.validations, ".5g"),
+        ("accuracy", run.accuracies, ".1%"),
+        ("bits/byte", run.bits, ".4g"),
+    )
+    for title, evaluations, form in kinds:
+        for name, found in evaluations.items():
+            iteration, value = found[-1]
+            text = "not finite" if value is None else format(value, form)
+            yield _row(title, f"{name} {text} at iteration {iteration:,}")
     if run.summary["saves"]:
         stall = run.summary["save_stall_seconds"]
         yield _row("saves", f"{run.summary['saves']}, training waited {stall:.1f} s for them")
@@ -102,7 +139,7 @@ def _state(run: RunData, now: float) -> str:
     silence, per_iteration = now - run.last_activity, _iteration_seconds(run)
     if silence > 60 + 10 * (per_iteration or 0):
         since = datetime.fromtimestamp(run.last_activity).astimezone().isoformat(sep=" ", timespec="seconds")
-        return f"no sign of life since {since} ({duration(silence)}), {progress}"
+        return f"{_SILENCE} since {since} ({duration(silence)}), {progress}"
     left = f", {duration((target - iteration) * per_iteration)} left" if target and per_iteration else ""
     return f"running, {progress}{left}"
 

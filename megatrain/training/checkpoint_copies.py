@@ -2,7 +2,7 @@
 
 commit of iteration 100 ─> `megatrain convert ...` reads its files ─> SAVE/torch_dist/iter_0000100  --also-save torch_dist
                                                                  └──> SAVE/hf/iter_0000100          --save-hf-interval
-while a copy is being written, the newest checkpoint waits for it
+while a copy is being written, the newest checkpoint waits for it; all checkpoints of --save-hf-interval do
 """
 
 from __future__ import annotations
@@ -32,19 +32,23 @@ class MegatronCopies:
 
     def __init__(self, save: Path) -> None:
         self.save, self.folder = save, save / self.format
-        self.waiting: Path | None = None
-        """The checkpoint to copy next."""
+        self._waiting: list[Path] = []
+        """The checkpoints to copy, in order."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def takes(self, iteration: int) -> bool:  # noqa: ARG002 (others take some)
         """Return whether the checkpoint of an iteration is copied."""
         return True
 
+    def add(self, checkpoint: Path) -> None:
+        """Let a checkpoint wait for its copy, in place of an older one that waits."""
+        self._waiting = [checkpoint]
+
     def advance(self, *, waits: bool) -> Iterator[str]:
         """Begin to copy what waits if no copy is being written, or wait for all copies; yield a line for each that failed."""
-        while self._process is not None or self.waiting is not None:
+        while self._process is not None or self._waiting:
             if self._process is None:
-                self._process, self.waiting = self._begin(self.waiting), None
+                self._process = self._begin(self._waiting.pop(0))
             elif waits or self._process.poll() is not None:
                 code, self._process = self._process.wait(), None
                 if code:
@@ -59,8 +63,7 @@ class MegatronCopies:
             self._process.wait()
             self._process = None
 
-    def _begin(self, checkpoint: Path | None) -> subprocess.Popen[bytes]:
-        assert checkpoint is not None
+    def _begin(self, checkpoint: Path) -> subprocess.Popen[bytes]:
         for copy in self.folder.glob("iter_*"):
             if copy.name == checkpoint.name or self._is_left(copy):
                 remove_whole(copy, Disk())
@@ -89,6 +92,10 @@ class HfFolders(MegatronCopies):
     def takes(self, iteration: int) -> bool:
         """Return whether the checkpoint of an iteration is copied."""
         return iteration % self.interval == 0 or iteration >= self.last
+
+    def add(self, checkpoint: Path) -> None:
+        """Let a checkpoint wait for its copy after those that wait: each of them was asked for."""
+        self._waiting.append(checkpoint)
 
     def _is_left(self, copy: Path) -> bool:  # noqa: ARG002 (they stay)
         return False

@@ -200,7 +200,9 @@ class RunLog:
         self._write_metrics(metrics)
         scalars = evaluation_scalars(values, self._config.logging, split=split, dataset=dataset)
         self._write_curves(scalars, iteration, consumed_samples)
-        line = evaluation_line(f"{name} loss at iteration {iteration}", values)
+        line = evaluation_line(
+            f"{name} loss at iteration {iteration}", values, columns=self._ranks.console.columns()
+        )
         self._ranks.console.print(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
         self._callbacks.call("on_evaluation", metrics)
 
@@ -212,7 +214,10 @@ class RunLog:
         self._write_metrics(metrics)
         scalars = evaluation_scalars(values, self._config.logging, split="task", dataset=name)
         self._write_curves(scalars, iteration, consumed_samples)
-        self._ranks.console.print(evaluation_line(f"task {name} at iteration {iteration}", values))
+        columns = self._ranks.console.columns()
+        self._ranks.console.print(
+            evaluation_line(f"task {name} at iteration {iteration}", values, columns=columns)
+        )
         self._callbacks.call("on_evaluation", metrics)
 
     def flush(self) -> None:
@@ -286,6 +291,7 @@ class RunLog:
             "skipped": int(not report.is_updated),
             "nan": int(math.isnan(report.lm_loss)),
             "save": self._save,
+            "resumed": int(0 < self._first_iteration == iteration - 1),
         }
 
     def _write_curves(self, scalars: dict[str, float], iteration: int, consumed_samples: int) -> None:
@@ -322,6 +328,7 @@ class RunLog:
             has_throughput=logging.log_throughput and self.is_on_gpu,
             speed_unit="tokens/s/GPU" if self.is_on_gpu else "tokens/s",
             world_size=1 if self.is_on_gpu else self._derived.world_size,
+            columns=console.columns(),
         )
         console.print(line)
         if means["routers"] is not None:

@@ -263,7 +263,7 @@ class RunSaves:
             self._remove_older(save)
             for copies in self._copies:
                 if save.is_committing and save.folder == copies.save and copies.takes(save.iteration):
-                    copies.waiting = path
+                    copies.add(path)
             self._copy(waits=False)
             self.on_commit(times)
 

@@ -95,6 +95,36 @@ def test_a_dry_run_names_the_text_and_tokenizes_nothing(
     assert not (texts / ".tokenized").exists()
 
 
+def test_a_dry_run_lists_the_text_of_each_split(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*flags_of(texts, "a.jsonl", eval_iters="1"), "--valid-data-path", str(texts / "more")]
+    flags[flags.index("--data-path")] = "--train-data-path"
+    assert pretrain.main([*flags, "--dry-run"]) == 0
+    rows = re.findall(r"^  (train|valid|test) +\S+  (.*)$", capsys.readouterr().out, re.MULTILINE)
+    names = [(split, Path(name.split(" (")[0]).name) for split, name in rows]
+    assert names == [("train", "a.jsonl"), ("valid", "more")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (
+            {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "gone.json"},
+            "gone.json: there is no such file",
+        ),
+        ({"eval_tasks": "gone"}, "gone: there is no such file or folder"),
+    ],
+)
+def test_problems_of_tokenizer_and_tasks_are_the_only_ones_of_text(
+    texts: Path, changed: dict[str, str], reason: str
+) -> None:
+    flags = flags_of(texts, "a.jsonl", **changed)
+    if "tokenizer_type" in changed:
+        flags = [word for word in flags if word not in NULL.split()]
+        flags += ["--tokenizer-type", "HuggingFaceTokenizer"]
+    (problem,) = facts_of(flags, tokenizes=True).data_problems
+    assert reason in problem.text
+
+
 CASES = {
     "bad lines": ("a.jsonl", {}, r"error: 3 problems\n1\. {texts}/a\.jsonl:2: .*\n.*\n2\. {texts}/a\.jsonl:3: blank.*\n.*\n3\. {texts}/a\.jsonl:5: "),
     "missing": ("gone.jsonl", {}, r"error: {texts}/gone\.jsonl: there is no such file\n  fix: .*"),
@@ -112,7 +142,7 @@ def test_errors_come_before_the_run(texts: Path, capsys: pytest.CaptureFixture[s
     name, changed, pattern = CASES[case]
     changed = {key: value.format(texts=texts) for key, value in changed.items()}
     assert pretrain.main(flags_of(texts, name, **changed)) == 2
-    assert re.match(pattern.format(texts=texts), capsys.readouterr().err.split("processes\n")[-1])
+    assert re.match(pattern.format(texts=texts), re.split(r"processes: \d+\n", capsys.readouterr().err)[-1])
 
 
 @pytest.mark.nightly

@@ -85,7 +85,7 @@ def test_the_loss_is_a_mean_over_the_end_of_the_run(tmp_path: Path) -> None:
 
 def test_a_refused_start_is_shown_after_the_end_of_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    refused = {"exit_code": 2, "reason": "--seed cannot change"}
+    refused = {"exit_code": 2, "reason": "--seed cannot change\n  of the checkpoint: 1\n  of this run: 2"}
     status = {"exit_code": 0, "reason": "the target is reached", "refused_start": refused}
     (run / "status.json").write_text(json.dumps(status))
     shown = read_run(run, "run").summary["status"]
@@ -196,13 +196,24 @@ def test_saves_are_counted_with_the_time_that_they_cost(tmp_path: Path) -> None:
     for iteration in (0, 5, 7):  # weights from which it starts, and 7: the last save of a job before
         (run / f"iter_000000{iteration}").mkdir()
         (run / f"iter_000000{iteration}" / "manifest.json").touch()
-    assert read_run(run, "run").summary["saves"] == 3
+    assert read_run(run, "run").saves == [4, 5, 7]
+
+
+def test_a_resume_has_the_iteration_from_which_it_went_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            "\n" + "".join(json.dumps({"iteration": n, "resumed": int(n == 5)}) + "\n" for n in (5, 6))
+        )
+    assert read_run(run, "run").resumes == [4]
 
 
 def test_run_names_differ() -> None:
     assert run_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert run_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
     assert run_names([Path("/x/a/metrics.jsonl")]) == ["a"]
+    assert run_names([Path("/x/a/checkpoints/metrics.jsonl")]) == ["a"]
+    assert run_names([Path("/x/a/checkpoints"), Path("/x/b/checkpoints")]) == ["a", "b"]
     assert run_names([Path("/x/a"), Path("/x/a")]) == ["1 /x/a", "2 /x/a"]
 
 

@@ -16,7 +16,7 @@ from tools.test_report import make_run
 from megatrain.tools.main import main
 from megatrain.tools.report_data import read_run
 from megatrain.tools.subcommands import duration
-from megatrain.tools.watch import lines, sparkline
+from megatrain.tools.watch import lines, shown, sparkline
 from megatrain.training.launch.save_lock import Owner
 
 
@@ -70,6 +70,25 @@ def test_iterations_that_update_nothing_are_listed(tmp_path: Path) -> None:
         file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
     text = "\n".join(lines(read_run(folder, "run"), width=80, now=0.0))
     assert "faults      7: .. 7 NaN, 8 skipped, 9 NaN, 10 skipped, 11 NaN" in text
+
+
+def test_lines_wrap_and_have_colour_only_on_a_terminal(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    refused = {"exit_code": 2, "reason": "--lr differs " + "from the checkpoint " * 6}
+    status = {"exit_code": 0, "reason": "the target is reached", "refused_start": refused}
+    (folder / "status.json").write_text(json.dumps(status))
+    with (folder / "metrics.jsonl").open("a") as file:
+        row = {"iteration": 4, "validation": "code", "accuracy": 0.25, "bits_per_byte": 1.5}
+        file.write("\n" + json.dumps(row) + "\n")
+    run = read_run(folder, "run")
+    plain, coloured = (
+        shown(run, width=60, now=0.0, is_coloured=is_coloured) for is_coloured in (False, True)
+    )
+    assert all(len(line) <= 60 for line in plain.splitlines())
+    assert "accuracy    code 25.0% at iteration 4" in plain
+    assert "bits/byte   code 1.5 at iteration 4" in plain
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
 
 
 def test_a_sparkline_has_the_means_of_equal_parts() -> None:

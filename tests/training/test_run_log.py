@@ -11,7 +11,7 @@ from forked_job import ForkedJob
 from run_helpers import ROOT, command_line
 
 import pretrain
-from megatrain.training.logging.metrics import log_line, peak_tflops
+from megatrain.training.logging.metrics import evaluation_line, log_line, peak_tflops
 from megatrain.training.run_log import averaged, mean_times
 from megatrain.training.timers import Timers, across_ranks
 
@@ -40,6 +40,20 @@ def test_the_line_is_megatrons_followed_by_speed() -> None:
     matched = MEGATRON_LINE.match(found)
     assert matched, found
     assert found[matched.end() :] == " tokens/s/GPU: 1000 | MFU: 40.0 % | max attention logit: 12.500 |"
+
+
+def test_a_narrow_terminal_has_a_line_of_its_width() -> None:
+    values = {**VALUES, "skipped": 2, "mtp_losses": {"mtp_1 loss": 3.0}}
+    for columns in (60, 80, 120, 159):
+        found = log_line(
+            values, train_iters=100, has_throughput=True, speed_unit="tokens/s", world_size=8, columns=columns
+        )
+        assert len(found) <= columns
+        assert "20/100 | loss 2.0000 | 2 skipped" in found
+    assert found.endswith("lr 1.00e-03 | 8,000 tokens/s | MFU 40.0 % | 100 ms | mtp_1 loss 3.0000")
+
+    found = evaluation_line("valid loss at iteration 20", {"loss": 2.0, "bits_per_byte": 0.5}, columns=80)
+    assert found == " valid loss at iteration 20 | loss 2 | bits per byte 0.5"
 
 
 def test_columns_without_their_flag_are_left_out() -> None:

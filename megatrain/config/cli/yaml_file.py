@@ -122,7 +122,7 @@ class _Reader:
                     reason = REMOVED_SETTINGS[f"{section}.{key.value}"]
                     yield Problem(f"{self.place(key)}: {key.value} was removed: {reason}", "remove the line")
             elif _name(key) not in fields:
-                yield from self.answer(key, node, self.unknown_field(section, key, fields))
+                yield from self.answer(key, node, self.unknown_field(section, key, node, fields))
             else:
                 yield from self.value(fields[_name(key)], key, node)
 
@@ -195,12 +195,16 @@ class _Reader:
             fix = f"see --help for the names, with `-` for `_`, or use one of the sections {', '.join(sorted(sections))}"
         return Problem(f"{self.place(key)}: there is no setting and no section {key.value}", fix)
 
-    def unknown_field(self, section: str, key: yaml.Node, names: Mapping[str, Setting]) -> Problem:
+    def unknown_field(
+        self, section: str, key: yaml.Node, node: yaml.Node, names: Mapping[str, Setting]
+    ) -> Problem:
         owners = [setting.section for setting in settings() if setting.name == key.value]
         elsewhere = closest_flag(flag_of(key.value).lower())
         meant = [closest_name(key.value.lower(), names), elsewhere and elsewhere[2:].replace("-", "_")]
         near = closest_name(key.value.lower(), filter(None, meant))
-        if owners:
+        if isinstance(node, yaml.MappingNode) and any(one.section == key.value for one in settings()):
+            fix = f"begin the line `{key.value}:` at the left margin: it is a section of its own"
+        elif owners:
             fix = f"move {key.value} below `{owners[0]}:`"
         elif flag_of(key.value).lower() in OTHER_TOOLS:
             fix = OTHER_TOOLS[flag_of(key.value).lower()]

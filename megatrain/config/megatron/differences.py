@@ -164,10 +164,9 @@ def docs_differences() -> str:
         "| flag | megatrain | Megatron-LM | reason |",
         "|---|---|---|---|",
     ]
-    lines += [
-        f"| `{flag_of(item.path)}` | {_shown(by_path[item.path].default).lower()} | {item.megatron_default} | {item.reason} |"
-        for item in DIFFERENT_DEFAULTS
-    ]
+    for item in DIFFERENT_DEFAULTS:
+        ours = _shown(by_path[item.path].default).lower()
+        lines.append(f"| `{flag_of(item.path)}` | {ours} | {_cell(item.megatron_default)} | {item.reason} |")
     lines += ["", "## Other names", "", "| flag | stands for |", "|---|---|"]
     lines += [
         f"| `{flag}` | `{' '.join(filter(None, (flag_of(alias.path), alias.value)))}` |"
@@ -220,8 +219,13 @@ def _rows(flags: Iterable[MegatronFlag]) -> list[str]:
         cells += [answer.feature, answer.text] if answer.kind == "pending" else [answer.text]
         if answer.is_refusal:
             cells.append(answer.instead)
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(f"| {' | '.join(_cell(text) for text in cells)} |")
     return rows
+
+
+def _cell(text: str) -> str:
+    """Return a text without the bars that would end its cell."""
+    return text.replace("|", r"\|")
 
 
 def _with_values(flag: MegatronFlag) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os.path
 from collections import Counter
 from typing import Final
@@ -75,6 +76,8 @@ def blends_have_positive_weights(draft: Draft) -> Problems:
 def split(draft: Draft) -> DerivedValue:
     if draft.config.data.mock_data:
         return DerivedValue("1,1,1", "fixed for mock data")
+    if any(draft.config.get(path) for path in _PER_SPLIT):
+        return DerivedValue("969, 30, 1", "not read: data are given by split")
     reason = "--dataset does not read it" if draft.config.data.dataset else "Megatron-LM's default for files"
     return DerivedValue("969, 30, 1", reason)
 
@@ -151,7 +154,7 @@ def data_cache_path(draft: Draft) -> DerivedValue:
 
 @note("cost")
 def text_is_tokenized_first(draft: Draft) -> Notes:
-    for text in draft.facts.untokenized:
+    for text in dict.fromkeys(itertools.chain(*draft.facts.untokenized.values())):
         yield f"{text} is tokenized at the first start, or in advance by `megatrain data index`"
 
 

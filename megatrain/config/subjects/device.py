@@ -30,7 +30,7 @@ _ONE_KERNEL_ARCHITECTURES: Final = (9, 10)
 
 @derives("training.device")
 def device(draft: Draft) -> DerivedValue:
-    name = draft.facts.device_name
+    name = draft.facts.device_name if draft.facts.device == "cuda" else None
     if draft.facts.device == "cuda" and name is None and draft.config.training.dry_run is not None:
         return DerivedValue("cuda", "assumed for a dry run")
     return DerivedValue(draft.facts.device, f"the device found{f', {name}' if name else ''}")

@@ -61,7 +61,7 @@ class BadLines:
         """Apply the policy. Raises InputError if it stops the run."""
         if bad_lines and self._policy == "stop":
             *problems, last = [Problem(str(bad), bad.fix) for bad in bad_lines[:_NUM_REPORTED]]
-            fix = f"{last.fix}, or skip such lines with --on-bad-line skip (or quarantine)"
+            fix = f"{last.fix}, or skip such lines with --on-bad-line skip"
             raise InputError.of([*problems, Problem(last.text, fix)])
         for bad in bad_lines:
             self.num_lines += 1

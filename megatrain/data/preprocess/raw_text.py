@@ -146,7 +146,7 @@ class RawText:
             ends.callback(lock.release)
             if self.is_tokenized:
                 return
-            log_to_stderr(f"tokenizing {self} into {self.prefix}, {self.settings.workers} processes")
+            log_to_stderr(f"tokenizing {self} into {self.prefix}, processes: {self.settings.workers}")
             try:
                 preprocess(self.settings)
             except ConfigError as error:

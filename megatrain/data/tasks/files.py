@@ -108,7 +108,7 @@ def _task(file: Path, limit: int | None) -> Task:
         except ConfigError:
             raise
         except Exception as error:  # a template may raise anything
-            reason = f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise InputError(
                 f"{place}: is no document of {file.name}: {reason}",
                 fix=_ROW if data == file else "correct it",
@@ -142,6 +142,11 @@ def _rows(file: Path, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _plain(row: Fields) -> Document:
+    missing = [
+        key for key in (["query"] if "target" in row else ["query", "choices", "gold"]) if key not in row
+    ]
+    if missing:
+        raise ValueError(f"it has no {', '.join(missing)}; its keys are {', '.join(row)}")
     if "target" in row:
         return Document(_text(row["query"]), (_text(row["target"]),))
     return _document(row["query"], row["choices"], row["gold"])
@@ -149,8 +154,10 @@ def _plain(row: Fields) -> Document:
 
 def _document(context: Any, choices: Any, gold: Any) -> Document:
     """Check the parts of a document of multiple choice."""
+    if not isinstance(choices, (list, tuple)):
+        raise ValueError(f"the choices {choices!r} are no list")  # noqa: TRY004 (of a file, not of a caller)
     answers = tuple(map(_text, choices))
-    number = answers.index(gold) if isinstance(gold, str) else gold
+    number = answers.index(gold) if gold in answers else gold
     if type(number) is not int or not 0 <= number < len(answers) or len(answers) < 2:
         raise ValueError(f"the right answer {gold!r} is none of the {len(answers)} choices")
     return Document(_text(context), answers, number)

@@ -148,9 +148,9 @@ def _with_taken_settings(
 def _input_facts(request: Request, *, tokenizes: bool) -> tuple[dict[str, Any], list[Problem]]:
     """Return the facts of tokenizer and data, as fields of `Facts`, and their problems."""
     problems: list[Problem] = []
-    found: dict[str, Any] = {}
+    tokenizer, found = dict[str, Any](), dict[str, Any]()
     try:
-        found |= _tokenizer_facts(request)
+        tokenizer = _tokenizer_facts(request)
     except ConfigError as error:
         problems += error.problems
     path = request.known("model.heterogeneous_layers_config_path")
@@ -173,8 +173,8 @@ def _input_facts(request: Request, *, tokenizes: bool) -> tuple[dict[str, Any], 
     problems += of_file
     of_teacher, teacher_problems = teacher_facts(request)
     problems += teacher_problems
-    of_data, data_problems = _data_facts(request, found, tokenizes=tokenizes)
-    return found | of_teacher | of_data, [*problems, *data_problems]
+    of_data, data_problems = _data_facts(request, tokenizer, tokenizes=tokenizes)
+    return tokenizer | found | of_teacher | of_data, [*problems, *data_problems]
 
 
 def _contents(
@@ -206,10 +206,12 @@ def _data_facts(
             return {"datasets": tuple(images)}, []
         phases = _phases(data)
         texts = _texts(phases, request, tokenizer, has_sentences=is_masked)
-        untokenized = [text for text in texts.values() if not text.is_tokenized]
+        if texts is None:
+            return {}, []
+        untokenized = {name: text for name, text in texts.items() if not text.is_tokenized}
         if untokenized and not tokenizes:
-            return {"untokenized": tuple(map(str, untokenized))}, []
-        for text in untokenized:
+            return {"untokenized": _by_split(phases, untokenized)}, []
+        for text in untokenized.values():
             text.tokenize()
     except ConfigError as error:
         return {}, list(error.problems)
@@ -253,8 +255,8 @@ def _texts(
     tokenizer: Mapping[str, Any],
     *,
     has_sentences: bool,
-) -> dict[str, RawText]:
-    """Return the text among the datasets of blends, by name; none if the tokenizer has a problem, which is reported."""
+) -> dict[str, RawText] | None:
+    """Return the text among the datasets of blends, by name; None if its tokenizer has a problem, which is reported."""
     blends = [blend for phase in phases.values() for blend in phase.values()]
     names = [name for blend in blends for name in blend.prefixes if is_text(name)]
     if names and has_sentences:
@@ -262,6 +264,8 @@ def _texts(
             f"{names[0]} is text, but --model-family {request.known('model.model_family')} reads sentences",
             fix="make a dataset with preprocess_data.py --split-sentences, and give its prefix",
         )
+    if names and not tokenizer:
+        return None
     return {
         name: RawText.of(
             name,
@@ -270,8 +274,20 @@ def _texts(
             sft=request.known("data.sft") is True,
             cache_folder=request.known("data.data_cache_path"),
         )
-        for name in (dict.fromkeys(names) if tokenizer else ())
+        for name in dict.fromkeys(names)
     }
+
+
+def _by_split(
+    phases: Mapping[int, Mapping[str, Blend]], texts: Mapping[str, RawText]
+) -> dict[str, tuple[str, ...]]:
+    """Return the texts of each split, of all phases, once each; `all` is divided by --split."""
+    found: dict[str, dict[str, None]] = {}
+    for phase in phases.values():
+        for split, blend in phase.items():
+            read = {str(texts[name]): None for name in blend.prefixes if name in texts}
+            found[split] = found.get(split, {}) | read
+    return {split: tuple(names) for split, names in found.items() if names}
 
 
 def _of_datasets(blend: Blend, texts: Mapping[str, RawText]) -> Blend:

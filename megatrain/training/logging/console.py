@@ -13,6 +13,7 @@ This module does not import torch: it also reports on the import of torch.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import sys
 import threading
@@ -62,6 +63,10 @@ class Console:
             self._bar_at = now
             sys.stdout.write(_CLEAR_LINE + self._bar)
             sys.stdout.flush()
+
+    def columns(self) -> float:
+        """Return the width of the terminal; infinite for a file or a pipe."""
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
 
     def remove_bar(self) -> None:
         """Erase the progress bar."""

@@ -5,6 +5,7 @@ The columns of the log line have Megatron-LM's names and order, because scripts 
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,6 +16,8 @@ import torch
 
 from megatrain.training.routers import RouterReport
 
+_MIN_COLUMNS = 160
+"""Width of a terminal for Megatron-LM's columns."""
 PEAK_TFLOPS = {
     "GB200": 2500.0, "B200": 2250.0,
     "GH200": 989.0, "H200 NVL": 835.5, "H200": 989.0, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.0, "H800": 989.0,
@@ -29,9 +32,15 @@ def peak_tflops(device_name: str | None) -> float | None:
 
 
 def log_line(
-    values: dict[str, Any], *, train_iters: int, has_throughput: bool, speed_unit: str, world_size: int
+    values: dict[str, Any],
+    *,
+    train_iters: int,
+    has_throughput: bool,
+    speed_unit: str,
+    world_size: int,
+    columns: float = math.inf,
 ) -> str:
-    """Return the log line of an interval: Megatron-LM's columns in its order, then speed.
+    """Return the log line of an interval: Megatron-LM's columns in its order, then speed; on a narrow terminal a short form.
 
     Args:
         values: the fields of `metrics.jsonl`, as means over the interval.
@@ -39,7 +48,11 @@ def log_line(
         has_throughput: include Megatron-LM's TFLOP/s column.
         speed_unit: name of the speed column.
         world_size: number of ranks over which the speed column is summed.
+        columns: width of the terminal; infinite for a file or a pipe, whose readers parse Megatron-LM's columns.
     """
+    if columns < _MIN_COLUMNS:
+        speed = f"{values['tokens_per_second_per_gpu'] * world_size:,.0f} {speed_unit}"
+        return _short_line(values, start=f"{values['iteration']}/{train_iters}", speed=speed, columns=columns)
     now = datetime.now().isoformat(sep=" ", timespec="microseconds")  # noqa: DTZ005 (local time, for human readers)
     parts = [
         f" [{now}] iteration {values['iteration']:8d}/{train_iters:8d}",
@@ -67,8 +80,34 @@ def log_line(
     return " | ".join(part for part in parts if part is not None) + " |"
 
 
-def evaluation_line(start: str, values: Mapping[str, float]) -> str:
-    """Return the log line of an evaluation: Megatron-LM's, then the other values of its line of `metrics.jsonl`."""
+def _short_line(values: dict[str, Any], *, start: str, speed: str, columns: float) -> str:
+    """Return the values of an interval, the most important ones first, as far as the terminal has columns."""
+    losses = {"sop loss": values["sop_loss"], "z loss": values["z_loss"]}
+    losses |= (values["routers"] or {"losses": {}})["losses"]
+    losses |= (values["mtp_losses"] or {}) | (values["kd_losses"] or {})
+    parts = [
+        f" {datetime.now():%H:%M:%S} {start}",  # noqa: DTZ005 (local time, for human readers)
+        f"loss {values['lm_loss']:.4f}",
+        *(f"{values[name]} {name}" for name in ("skipped", "nan") if values[name]),
+        f"grad norm {values['grad_norm']:.2f}",
+        f"lr {values['learning_rate']:.2e}",
+        speed,
+        f"MFU {100 * values['mfu']:.1f} %" if values["mfu"] is not None else None,
+        f"{values['iteration_ms']:,.0f} ms",
+        *(f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None),
+    ]
+    line = parts[0] or ""
+    for part in filter(None, parts[1:]):
+        line = f"{line} | {part}" if len(f"{line} | {part}") <= columns else line
+    return line
+
+
+def evaluation_line(start: str, values: Mapping[str, float], *, columns: float = math.inf) -> str:
+    """Return the log line of an evaluation: Megatron-LM's, then the other values of its line of `metrics.jsonl`; `columns` as above."""
+    if columns < _MIN_COLUMNS:
+        return " | ".join(
+            [f" {start}", *(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items())]
+        )
     names = {"loss": "lm loss value", "ppl": "lm loss PPL", "sop_loss": "sop loss value"}
     parts = [f"{names.get(name, name.replace('_', ' '))}: {value:.6E} | " for name, value in values.items()]
     return f" {start} | {''.join(parts)}"

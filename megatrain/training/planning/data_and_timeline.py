@@ -45,26 +45,34 @@ def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
         requested = getattr(plan.derived, f"requested_{split}_samples")
         if requested == 0 or (split == "train" and plan.config.training.only_evaluates):
             continue
+        share = split_fractions(plan.config.data.split)[number]
         if not facts.datasets:
-            yield DatasetUse(
-                split=split,
-                dataset=plan.config.data.dataset or ", ".join(facts.untokenized) or "mock data",
-                samples=requested,
-                plans=getattr(plan.derived, f"{split}_plan"),
-                tokens=None,
-                epochs=None,
-            )
+            for name in _names_without_datasets(plan, facts, split, share):
+                yield DatasetUse(
+                    split=split,
+                    dataset=name,
+                    samples=requested,
+                    plans=getattr(plan.derived, f"{split}_plan"),
+                    tokens=None,
+                    epochs=None,
+                )
             continue
         phases = [(0, requested, getattr(plan.derived, f"{split}_plan"))]
         for start, samples, plans in samples_of_phases(plan) if split == "train" else phases:
             read = [
                 one for one in facts.datasets if one.split in (split, "all") and one.from_iteration == start
             ]
-            fractions = [
-                split_fractions(plan.config.data.split)[number] if one.split == "all" else 1.0 for one in read
-            ]
+            fractions = [share if one.split == "all" else 1.0 for one in read]
             if any(fractions):
                 yield from _uses(plan, split, read, fractions, samples, plans)
+
+
+def _names_without_datasets(plan: Plan, facts: Facts, split: str, share: float) -> list[str]:
+    """Return what a split reads that is no dataset (yet). share: its fraction of data that --split divides."""
+    if not facts.untokenized:
+        return [plan.config.data.dataset or "mock data"]
+    texts = facts.untokenized.get(split, ()) + (facts.untokenized.get("all", ()) if share else ())
+    return [", ".join(texts)] if texts else []
 
 
 def _uses(

@@ -31,3 +31,6 @@ def test_the_differences_answer_every_flag_that_is_no_setting(capsys: pytest.Cap
     named = set(re.findall(r"`(--[\w-]+)", page))
     assert {flag.flag for flag in megatron_flags().values()} - named == set()
     assert [row for row in rows(page) if not all(row)] == []
+    tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    widths = [{len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()} for table in tables]
+    assert [width for width in widths if len(width) > 1] == []

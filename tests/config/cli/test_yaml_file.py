@@ -97,6 +97,11 @@ def test_an_empty_file_and_an_empty_section_say_nothing(written):
         ),
         ("model:\n  num_layer: 1\n", ":2: section model has no field num_layer", "num_layers?"),
         ("model:\n  lr: 1\n", ":2: section model has no field lr", "below `optimizer:`"),
+        (
+            "training:\n  optimizer:\n    lr: 1\n",
+            ":2: section training has no field optimizer",
+            "begin the line `optimizer:` at the left margin",
+        ),
         ("model:\n  num_layers: 1\n  num_layers: 2\n", ":3: num_layers is given twice", "one of them"),
         ("model: {}\nmodel: {}\n", ":2: model is given twice", "one of them"),
         ("model:\n  num_layers: true\n", ":2: num_layers: true is not a whole number", "num-layers"),

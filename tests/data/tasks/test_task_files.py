@@ -84,7 +84,10 @@ def test_a_file_may_include_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([{"query": "1"}], "line 1: is no document of rows.jsonl: KeyError: 'choices'"),
+        ([{"query": "1"}], "line 1: .*: it has no choices, gold; its keys are query\n"),
+        ([{"target": "1"}], "line 1: .*: it has no query; its keys are target\n"),
+        ([{**CHOICE, "gold": "other"}], "the right answer 'other' is none of the 2 choices"),
+        ([{**CHOICE, "choices": "ab"}], "the choices 'ab' are no list"),
         ([CHOICE, {**CHOICE, "gold": 2}], "line 2: .*the right answer 2 is none of the 2 choices"),
         ([{**CHOICE, "gold": True}], "the right answer True is none"),
         ([{**CHOICE, "choices": ["a"], "gold": 0}], "none of the 1 choices"),

@@ -88,31 +88,35 @@ def test_a_copy_that_fails_is_a_warning_with_its_reason(
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     copies = MegatronCopies(tmp_path)
-    copies.waiting = tmp_path / "iter_0000003"
+    copies.add(tmp_path / "iter_0000003")
     (line,) = copies.advance(waits=True)
     assert line == f"> WARNING: no copy in {tmp_path}/torch_dist: the error stands above (exit code 2)"
     assert capfd.readouterr().err == f"error: {tmp_path}/iter_0000003 does not exist\n"
     assert not [*copies.advance(waits=True)]
 
 
-def test_the_newest_checkpoint_waits_for_a_copy_that_takes_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["copies", "folders"])
+def test_the_newest_checkpoint_waits_for_a_copy_that_takes_long_and_each_one_for_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho $5 >> $6/begun; until [ -e $6/end ]; do sleep 0.02; done\n")
+    waits = "until [ -e $folder/end ]; do sleep 0.02; done"
+    program.write_text(
+        f"#!/bin/sh\nfolder={tmp_path}; shift $(($# - 2)); echo $1 >> $folder/begun; {waits}\n"
+    )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    copies = MegatronCopies(tmp_path)
-    copies.folder.mkdir()
+    is_folders = kind == "folders"
+    copies = HfFolders(tmp_path, interval=1, last=9) if is_folders else MegatronCopies(tmp_path)
     for name in ("first", "second", "third"):
-        copies.waiting = tmp_path / name
+        copies.add(tmp_path / name)
         assert not [*copies.advance(waits=False)]
-    (copies.folder / "end").touch()
+    (tmp_path / "end").touch()
     assert not [*copies.advance(waits=True)]
-    begun = (copies.folder / "begun").read_text().split()
-    assert begun == [str(tmp_path / "first"), str(tmp_path / "third")]
-    (copies.folder / "end").unlink()
-    copies.waiting = tmp_path / "fourth"
+    begun = [Path(path).name for path in (tmp_path / "begun").read_text().split()]
+    assert begun == ["first", *(["second"] if is_folders else []), "third"]
+    (tmp_path / "end").unlink()
+    copies.add(tmp_path / "fourth")
     assert not [*copies.advance(waits=False)]
     copies.abandon()
 

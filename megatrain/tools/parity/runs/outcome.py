@@ -25,7 +25,7 @@ from megatrain.tools.checkpoint.source import opened
 
 _NOT_COMPARED: Final = {
     "iteration_ms", "timers", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "memory_bytes",
-    "reserved_memory_bytes", "max_memory_bytes", "energy_joules", "compute_ms", "save",
+    "reserved_memory_bytes", "max_memory_bytes", "energy_joules", "compute_ms", "save", "resumed",
 }  # fmt: skip
 """Fields of `metrics.jsonl` that two equal runs need not share: times and memory."""
 _SMALLEST: Final = 1e-3
