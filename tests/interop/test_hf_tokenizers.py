@@ -128,6 +128,10 @@ def test_the_chat_template_is_copied(is_file: bool, tmp_path: Path) -> None:
     config = library_folder(tmp_path, chat_template=template, model_max_length=9, auto_map={})
     if is_file:
         (tmp_path / "chat_template.jinja").write_text(template + "x")
+    blob = tmp_path / "blobs" / "5f"  # as in a cache of transformers
+    blob.parent.mkdir()
+    (tmp_path / "tokenizer.json").rename(blob)
+    (tmp_path / "tokenizer.json").symlink_to(blob)
     _, files = compared(
         TokenizerConfig(
             tokenizer_type=config.tokenizer_type, tokenizer_model=str(tmp_path / "tokenizer.json")

@@ -19,7 +19,7 @@ from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.files import optional_package
 from megatrain.data.preprocess.documents import InvalidDocumentError
-from megatrain.data.tokenizers.files import read_json
+from megatrain.data.tokenizers.files import read_json, tokenizer_folder
 from megatrain.data.tokenizers.special_tokens import named_tokens
 from megatrain.process.line_program import LineProgram, ProgramEndedError
 
@@ -54,7 +54,7 @@ def load_template(tokenizer: TokenizerConfig, file: str | None) -> TemplateSetti
     Raises:
         ConfigError: there is no template, or it cannot be compiled.
     """
-    folder = _folder(tokenizer)
+    folder = tokenizer_folder(tokenizer)
     found = _named_file(Path(file)) if file is not None else _of_folder(folder) if folder else None
     if found is None:
         raise ConfigError(
@@ -66,28 +66,23 @@ def load_template(tokenizer: TokenizerConfig, file: str | None) -> TemplateSetti
 
 def has_template(tokenizer: TokenizerConfig) -> bool:
     """Return whether the folder of a tokenizer has a chat template."""
-    folder = _folder(tokenizer)
+    folder = tokenizer_folder(tokenizer)
     return folder is not None and _of_folder(folder) is not None
 
 
 def stored_template(tokenizer: TokenizerConfig, source: str | None) -> TemplateSettings | None:
     """Return the template of conversations that a model was trained on, else that of its tokenizer; None: there is none."""
-    folder = _folder(tokenizer)
+    folder = tokenizer_folder(tokenizer)
     if source is not None:
         return _compiled(tokenizer, "of the checkpoint", {"default": source})
     found = _of_folder(folder) if folder else None
     return None if found is None else _compiled(tokenizer, *found)
 
 
-def _folder(tokenizer: TokenizerConfig) -> Path | None:
-    path = Path(tokenizer.tokenizer_model) if tokenizer.tokenizer_model else None
-    return path if path is None or path.is_dir() else path.parent
-
-
 def _compiled(tokenizer: TokenizerConfig, file: Path | str, sources: Mapping[str, str]) -> TemplateSettings:
     """Return the settings of a template. Raises InputError if it is not valid."""
     optional_package("jinja2", needed_for="a chat template (--sft-tokenizer-prompt-format default, --chat)")
-    folder = _folder(tokenizer)
+    folder = tokenizer_folder(tokenizer)
     uses_time = any("strftime_now" in source for source in sources.values())
     settings = TemplateSettings(
         file=str(file),

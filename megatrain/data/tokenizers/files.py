@@ -14,9 +14,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config.errors import InputError
+from megatrain.config.schema.tokenizer import TokenizerConfig
 
 NO_PAD: Final = -1
 GET_AGAIN: Final = "download or copy the tokenizer again"
+
+
+def tokenizer_folder(config: TokenizerConfig) -> Path | None:
+    """Return the folder whose files describe the tokenizer, too.
+
+    A cache of transformers has links in this folder to files elsewhere.
+    """
+    path = Path(config.tokenizer_model) if config.tokenizer_model else None
+    return path if path is None or path.is_dir() else path.parent
 
 
 class Kind(enum.Enum):

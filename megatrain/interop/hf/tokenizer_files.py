@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.stored_tokenizer import StoredTokenizer
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.data.tokenizers.files import read_json
+from megatrain.data.tokenizers.files import read_json, tokenizer_folder
 from megatrain.interop.hf.folder import TOKENIZER_NAME
 
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -56,16 +55,8 @@ def json_bytes(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _folder(config: TokenizerConfig) -> Path | None:
-    """Return the folder whose files describe the tokenizer, too."""
-    if config.tokenizer_model is None:
-        return None
-    path = Path(config.tokenizer_model).resolve()
-    return path if path.is_dir() else path.parent
-
-
 def _kept(config: TokenizerConfig) -> Iterator[tuple[str, Any]]:
-    folder = _folder(config)
+    folder = tokenizer_folder(config)
     if folder is None or not (folder / TOKENIZER_CONFIG).is_file():
         return
     content = read_json(folder / TOKENIZER_CONFIG)
@@ -73,7 +64,7 @@ def _kept(config: TokenizerConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _template(stored: StoredTokenizer) -> Iterator[tuple[str, bytes]]:
-    folder = _folder(stored.config)
+    folder = tokenizer_folder(stored.config)
     if stored.chat_template is not None:
         yield CHAT_TEMPLATE, stored.chat_template.encode()
     elif folder is not None and (folder / CHAT_TEMPLATE).is_file():
