@@ -125,6 +125,7 @@ NOT_REPRODUCIBLE = (
     "tflops_per_gpu",
     "mfu",
     "max_memory_bytes",
+    "resumed",
     "save",
 )
 

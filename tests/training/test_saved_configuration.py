@@ -45,7 +45,7 @@ LAYOUTS = {
     "tp2 dp2": (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
 }
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
-CHANGING = ("iteration_ms", "tokens_per_second_per_gpu", "max_memory_bytes", "save")
+CHANGING = ("iteration_ms", "tokens_per_second_per_gpu", "max_memory_bytes", "save", "resumed")
 
 
 def train(folder: Path, world_size: int, flags: list[str]) -> None:

@@ -21,7 +21,7 @@ from megatrain.tools.parity.rows import Layout
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
 
-TIMES = ("iteration_ms", "tokens_per_second_per_gpu", "timers", "max_memory_bytes", "save")
+TIMES = ("iteration_ms", "tokens_per_second_per_gpu", "timers", "max_memory_bytes", "save", "resumed")
 
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *, max_pending: int, **changed: str) -> int:
