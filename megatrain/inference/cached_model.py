@@ -58,7 +58,7 @@ class NewTokens:
 
 
 class CachedModel:
-    """Owner of a model and the cache of its sequences; the model serves no other purpose afterwards."""
+    """Owner of a model and the cache of its sequences; the model serves no other purpose until `give_back`."""
 
     def __init__(self, model: Model, plan: CachePlan, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -75,6 +75,8 @@ class CachedModel:
         self._decoder_start = next(starts, None)
         """Number of the segment after the encoder; None: the model has none."""
         self._states: list[CachedStates] = []
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        """Attention of training: its owner, its name there and itself."""
         self.can_decode = True
         """`decode` computes all layers: none has latents, states or an encoder before it."""
         mixers = [mixer for layer in _layers(self._segments) for mixer in _mixers(layer)]
@@ -89,21 +91,33 @@ class CachedModel:
             core = kind(mixer.core, *self.cache.states[number])
             self._states.append(core)
             self.can_decode = False
-            mixer.core = core  # type: ignore[assignment]  # takes the same arguments
+            self._put(mixer, "core", core)
             return
         if isinstance(mixer, Attention | CrossAttention) and isinstance(mixer.core, MaskedAttention):
             self.can_decode = False
-            mixer.core = _masked_core(mixer.core, rows)
+            self._put(mixer, "core", _masked_core(mixer.core, rows))
             return
         assert isinstance(spec, AttentionSpec)
         if isinstance(mixer, LatentAttention):
             whole = mixer.attention
             assert isinstance(whole, ExpandedAttention)
             self.can_decode = False
-            mixer.attention = CachedLatentAttention(spec, whole.up, whole.core, rows)
+            self._put(mixer, "attention", CachedLatentAttention(spec, whole.up, whole.core, rows))
         else:
             assert isinstance(mixer, Attention)
-            mixer.core = CachedAttention(spec, mixer.core, rows)
+            self._put(mixer, "core", CachedAttention(spec, mixer.core, rows))
+
+    def _put(self, mixer: nn.Module, name: str, cached: nn.Module) -> None:
+        self._replaced.append((mixer, name, getattr(mixer, name)))
+        setattr(mixer, name, cached)
+
+    def give_back(self) -> Model:
+        """Return the model as it was; this object serves no purpose afterwards."""
+        for mixer, name, whole in self._replaced:
+            setattr(mixer, name, whole)
+        for rope, tables in self._ropes:
+            rope.tables = tables
+        return self.model
 
     @torch.no_grad()
     def logits(self, parts: Sequence[NewTokens]) -> list[Tensor]:

@@ -69,7 +69,12 @@ def test_logits_are_those_of_the_whole_sequence(name: str) -> None:
     model = cached(name)
     rows = sequences()
     assert_same_as_whole(name, logits_by_parts(model, rows))
-    assert_same_as_whole(name, logits_by_parts(model, rows))  # in memory that was used before
+    found = logits_by_parts(model, rows)  # in memory that was used before
+    assert_same_as_whole(name, found)
+    before, after = (
+        logits_of_heads(one, torch.tensor(rows[:1])) for one in (tiny_model(name), model.give_back())
+    )
+    assert all(map(torch.equal, before, after))
 
 
 class Packed:

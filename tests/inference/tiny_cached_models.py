@@ -22,7 +22,12 @@ from megatrain.training.launch.user_files import add_user_files
 
 VOCAB, SEQ = 97, 30
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01"
-MODELS = PARITY_MODELS | {
+_WITHOUT = "--model-family bert", "--model-family vlm", "--experimental-attention-variant dsa"
+_TEXT_MODELS = {
+    name: flags for name, flags in PARITY_MODELS.items() if not any(words in flags for words in _WITHOUT)
+}
+"""Models of parity that generate text from text."""
+MODELS = _TEXT_MODELS | {
     "experts": f"{PARITY_MODELS['llama']} {_EXPERTS} --moe-shared-expert-intermediate-size 16",
     "experts with capacity": f"{PARITY_MODELS['llama']} {_EXPERTS} --moe-expert-capacity-factor 0.5",
     "mtp": f"{PARITY_MODELS['llama']} --mtp-num-layers 1",

@@ -103,6 +103,7 @@ class MegatrainLM(LM):
         while not engine.engine.is_idle:
             for text, new in engine.step():
                 texts[found[id(text)]] += new
+        engine.engine.model.give_back()
         return texts
 
     def _scores(self, rows: Sequence[Request]) -> list[tuple[float, bool]]:
