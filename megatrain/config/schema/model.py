@@ -25,6 +25,14 @@ _LINEAR = either(
     words="without --experimental-attention-variant gated_delta_net",
 )
 _SPARSE = one_of("model.experimental_attention_variant", "dsa")
+_NOT_WITH_SELECTED_KEYS = (
+    ("optimizer.qk_clip", "--qk-clip"),
+    ("logging.log_max_attention_logit", "--log-max-attention-logit"),
+    ("model.attn_logit_softcapping", "--attn-logit-softcapping"),
+    ("model.window_size", "--window-size"),
+    ("model.softmax_type", "--softmax-type", "off-by-one", "learnable"),
+)
+"""Settings of attention that sparse attention does not have, with the values that turn them on."""
 _ROPE = either(_LATENTS, one_of("model.position_embedding_type", "rope", "yarn"), words="without RoPE")
 _NO_YARN = either(
     _LATENTS, none_of("model.position_embedding_type", "yarn"), words="with --position-embedding-type yarn"
@@ -171,9 +179,21 @@ class ModelConfig(Section, on_resume=SHAPE):
     """GLU offset: act(gate) * (up + offset)."""
     experimental_attention_variant: Literal["gated_delta_net", "gdn", "gdn2", "dsa"] | None = setting(
         None,
-        conflicts=_excludes_latents(
-            "linear attention replaces attention by heads",
-            when=one_of("model.experimental_attention_variant", "gated_delta_net", "gdn", "gdn2"),
+        conflicts=(
+            _excludes_latents(
+                "linear attention replaces attention by heads",
+                when=one_of("model.experimental_attention_variant", "gated_delta_net", "gdn", "gdn2"),
+            ),
+            conflict(
+                "model.model_family",
+                *("bert", "t5", "hybrid", "vlm"),
+                of=("dsa",),
+                fix="remove --experimental-attention-variant dsa",
+            ),
+            *(
+                conflict(path, *values, of=("dsa",), fix=f"remove {flag}")
+                for path, flag, *values in _NOT_WITH_SELECTED_KEYS
+            ),
         ),
     )
     """Linear attention in the layers that --linear-attention-freq selects: gated delta net, under two names, or its second variant (gdn2), whose decay and gates are per channel; in a hybrid, that of layers G. Or DeepSeek sparse attention (dsa) in all layers: latent attention to the keys that an indexer selects for each query."""

@@ -267,23 +267,11 @@ def sparse_attention_has_latents(draft: Draft) -> Problems:
             f" {model.qk_pos_emb_head_dim}, the channels of its heads that have RoPE",
             f"use --dsa-indexer-head-dim {model.qk_pos_emb_head_dim} or more",
         )
-    if model.model_family != "gpt":
-        yield Problem(
-            f"{words} is not supported together with --model-family {model.model_family}", f"remove {words}"
-        )
     if model.attention_backend not in ("auto", "flash", "fused", "sdpa", *EAGER_BACKENDS):
         yield Problem(
             f"--attention-backend {model.attention_backend}: this kernel does not support {words}, whose queries attend to selected keys",
             "use --attention-backend auto",
         )
-    if draft.config.optimizer.qk_clip or draft.config.logging.log_max_attention_logit:
-        flag = "--qk-clip" if draft.config.optimizer.qk_clip else "--log-max-attention-logit"
-        yield Problem(f"{words} is not supported together with {flag}", f"remove {flag}")
-    others = ("attn_logit_softcapping", "window_size", "softmax_type")
-    for name in others:
-        if not draft.is_default(f"model.{name}"):
-            flag = flag_of(name)
-            yield Problem(f"{words} is not supported together with {flag}", f"remove {flag}")
 
 
 @note("cost")
