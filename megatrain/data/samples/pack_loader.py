@@ -39,8 +39,6 @@ class PackSettings:
     """Most tokens of a sample."""
     documents_per_pass: int
     """Documents of the global batch that one of the planned micro-batches counts for."""
-    has_equal_passes: bool
-    """All ranks run as many passes, since they communicate within each (ZeRO-2 and ZeRO-3)."""
 
 
 class PackLoader:
@@ -129,7 +127,7 @@ class PackLoader:
         if domain.filler_length:
             of_passes = itertools.zip_longest(*passes, fillvalue=empty)
             rows = [max(domain.num_rows(one.num_tokens, one.size) for one in packs) for packs in of_passes]
-        if self._settings.has_equal_passes or domain.filler_length:
+        if domain.num_in_step > 1:
             own += [empty] * (most - len(own))
         return [self._batch(pack, first, work, at_least) for pack, at_least in zip(own, rows, strict=False)]
 

@@ -67,7 +67,6 @@ def pack_settings(plan: Plan) -> PackSettings:
         domain=pack_domain(plan),
         seq_length=plan.config.data.seq_length,
         documents_per_pass=plan.config.training.micro_batch_size * plan.derived.data_parallel_size,
-        has_equal_passes=_has_equal_passes(plan),
     )
 
 

@@ -114,7 +114,6 @@ def test_a_step_of_a_hundred_thousand_documents_is_scheduled_in_a_second() -> No
         domain=PackDomain(num_ranks=64, sizes=(1, 2, 4, 8, 16, 32, 64), tokens_per_rank=32_768, multiple=64),
         seq_length=131_072,
         documents_per_pass=1,
-        has_equal_passes=False,
     )
     loader = PackLoader(samples, len(samples), settings, rank=0, device=torch.device("cpu"), num_workers=0)
     for attempt in range(3):  # other processes share the processor's caches
@@ -149,10 +148,15 @@ def loaders() -> Loaders:
         settings = PackSettings(
             scheduler=balanced_packs,
             costs=PackCosts(pair=0.1),
-            domain=PackDomain(num_ranks=2, sizes=sizes, tokens_per_rank=6, multiple=2),
+            domain=PackDomain(
+                num_ranks=2,
+                sizes=sizes,
+                tokens_per_rank=6,
+                multiple=2,
+                num_in_step=2 if has_equal_passes else 1,
+            ),
             seq_length=LIMIT,
             documents_per_pass=2,
-            has_equal_passes=has_equal_passes,
         )
         device = torch.device("cpu")
         return [
