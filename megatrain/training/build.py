@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain.config import Plan
-from megatrain.config.derive.vision import sample_length
+from megatrain.config.derive.vision import rank_length, sample_length
 from megatrain.config.subjects.device import TRIED
 from megatrain.config.subjects.experts import experts_are_split
 from megatrain.config.subjects.fp8 import gathers_codes
@@ -379,13 +379,11 @@ def _recompute(plan: Plan) -> Recompute:
 
 def _mlp_rows(plan: Plan) -> int | None:
     """Return the rows of a sequence of the full length that an MLP computes at once; None: all."""
-    config, chunks = plan.config, plan.config.training.mlp_chunks_for_training
-    parallel = config.parallel
+    parallel, chunks = plan.config.parallel, plan.config.training.mlp_chunks_for_training
     if chunks == 1:
         return None
-    rows = parallel.max_seqlen_per_dp_cp_rank or sample_length(config) // parallel.context_parallel_size
     split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return -(-rows // (split * chunks))
+    return -(-rank_length(plan.config) // (split * chunks))
 
 
 def _update_rule(plan: Plan) -> UpdateRule:

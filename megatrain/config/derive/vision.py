@@ -68,6 +68,12 @@ def sample_length(config: Config) -> int:
     return text_length(config) + tokens_of_images(config.vision)
 
 
+def rank_length(config: Config) -> int:
+    """Return the tokens of a sample, or the most of a pack, on a context rank."""
+    parallel = config.parallel
+    return parallel.max_seqlen_per_dp_cp_rank or sample_length(config) // parallel.context_parallel_size
+
+
 def tokens_of_images(vision: VisionConfig) -> int:
     """Return the most tokens of the images of a sample, with those that end rows of patches."""
     return vision.images_per_sample * tokens_per_image(vision) + _most_newlines(vision)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from megatrain.config.derive.vision import sample_length
+from megatrain.config.derive.vision import rank_length, sample_length
 from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
@@ -201,15 +201,14 @@ def percent_of_norms(hidden_size: int) -> float:
 
 @derives("training.mlp_chunks_for_training")
 def mlp_chunks_for_training(draft: Draft) -> DerivedValue:
-    training, parallel = draft.config.training, draft.config.parallel
+    training = draft.config.training
     is_whole = training.recompute_granularity == "full" and training.recompute_method == "uniform"
     is_selective = training.recompute_granularity == "selective" or training.recompute_activations
     if not is_whole and not (is_selective and "mlp" in training.recompute_modules):
         return DerivedValue(1, "not all MLPs are recomputed")
     for what, _ in _obstacles_to_mlp_chunks(draft):
         return DerivedValue(1, what)
-    rows = parallel.max_seqlen_per_dp_cp_rank or sample_length(draft.config) // parallel.context_parallel_size
-    tokens = rows * training.micro_batch_size
+    tokens = rank_length(draft.config) * training.micro_batch_size
     chunks = max(tokens // CHUNK_TOKENS, 1)
     return DerivedValue(
         chunks, f"recomputed MLPs, {tokens} tokens on a rank: {tokens // chunks} at a time fill a GPU"

@@ -61,7 +61,6 @@ class AttentionLogits:
 
     def _observe(self, core: nn.Module, model: Model, spec: AttentionSpec, values: Tensor) -> None:
         """Measure core attention before each of its training passes."""
-        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         size = spec.num_heads // model.tp.size
         local = values[model.tp.rank * size : (model.tp.rank + 1) * size]
 
@@ -70,7 +69,7 @@ class AttentionLogits:
             q, k, _, info = arguments
             if info.is_training:
                 found = largest_causal_logits(
-                    q, k, model.cp, scale=scale, window=spec.window, documents=info.documents
+                    q, k, model.cp, scale=spec.score_scale, window=spec.window, documents=info.documents
                 )
                 torch.maximum(local, found, out=local)
 
