@@ -67,16 +67,15 @@ def cut(batch: Batch, pieces: int) -> Batch:
     def rows(x: Tensor) -> Tensor:
         return x.reshape(shape)
 
-    positions = torch.arange(shape[1], device=batch.position_ids.device)
+    # Positions of documents may restart within a piece.
+    positions = rows(batch.position_ids).minimum(torch.arange(shape[1], device=batch.position_ids.device))
     documents = batch.documents
     return replace(
         batch,
         tokens=rows(batch.tokens),
         labels=rows(batch.labels),
         loss_mask=rows(batch.loss_mask),
-        position_ids=rows(batch.position_ids).minimum(
-            positions
-        ),  # those of documents may restart within a piece
+        position_ids=positions,
         documents=documents and _cut_documents(documents, *shape),
         pieces=pieces,
         denominator=batch.loss_denominator,

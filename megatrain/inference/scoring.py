@@ -36,10 +36,8 @@ def score(
     assert isinstance(head, Head)
     for one in rounds(requests, max_length=loaded.max_context, batch_size=batch_size, per_round=1):
         rows = [requests[number] for number in one.microbatches[0]]
-        batch, info = (
-            batch_of(rows, length=one.length, size=len(rows), device=device),
-            PassInfo(is_training=False),
-        )
+        batch = batch_of(rows, length=one.length, size=len(rows), device=device)
+        info = PassInfo(is_training=False)
         with noted_scores(head) as noted:
             head(hidden_states(model, batch, info), batch, info)
         found |= round_scores(requests, one, noted[0].values[None].cpu())

@@ -202,10 +202,8 @@ class ConversationDataset:
 
     def lengths(self, numbers: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
         """See `MeasuredDataset`."""
-        firsts, counts = (
-            self.index.starts[numbers],
-            self.index.starts[numbers + 1] - self.index.starts[numbers],
-        )
+        firsts = self.index.starts[numbers]
+        counts = self.index.starts[numbers + 1] - firsts
         sample = np.repeat(np.arange(len(numbers)), counts)
         places = np.arange(len(sample)) + (firsts - np.cumsum(counts) + counts)[sample]
         sizes = taken(self.source.lengths, self.index.sequences[places].tolist()).astype(np.int64) - 1

@@ -32,7 +32,7 @@ from megatrain.parallel.layout import Box
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_WITHOUT_EFFECT: Final = {
+_AS_HERE: Final = {
     "bias": "none",
     "use_dora": False,
     "use_rslora": False,
@@ -73,7 +73,7 @@ def peft_files(reader: TensorReader, base: str | None) -> dict[str, bytes]:
     modules = {
         key.removesuffix(_A).split(".", 4)[-1].partition(".")[2] for key in tensors if key.endswith(_A)
     }
-    config = _WITHOUT_EFFECT | {
+    config = _AS_HERE | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -182,7 +182,7 @@ class PeftCheckpoint(TensorReader):
                 f"{self.path / CONFIG}: peft_type {config.get('peft_type')} with r {rank} and lora_alpha {alpha} is no LoRA",
                 fix="use adapters of peft_type LORA",
             )
-        for name, value in _WITHOUT_EFFECT.items():
+        for name, value in _AS_HERE.items():
             if config.get(name, value) not in (value, None, [], {}):
                 raise InputError(
                     f"{self.path / CONFIG}: {name} {config[name]} is not supported",

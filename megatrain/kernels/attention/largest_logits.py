@@ -19,10 +19,8 @@ def largest_logits(q: Tensor, k: Tensor, mask: MaskSpec, scale: float) -> Tensor
         scale: factor of the scores, above 0.
     """
     (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
-    queries, keys = (
-        q.permute(1, 2, 0, 3).reshape(b * g, n // g * sq, d),
-        k.permute(1, 2, 3, 0).reshape(b * g, d, sk),
-    )
+    queries = q.permute(1, 2, 0, 3).reshape(b * g, n // g * sq, d)
+    keys = k.permute(1, 2, 3, 0).reshape(b * g, d, sk)
     scores = _product(queries, keys).view(b, n, sq, sk)
     allowed = mask.explicit
     if allowed is None and mask.is_causal:

@@ -64,9 +64,8 @@ class SparseAttention(nn.Module):
         self.down = context.replicated_linear(linears["kv_down" if rank is None else "q_down"], None)
         self.sizes = [*([] if rank is None else [rank]), sizes.kv_rank, sizes.qk_rope_head_dim]
         self.query_norm: Pointwise | None = None
-        if (
-            rank is not None and spec.qk_norm == "latent"
-        ):  # apart from the up-projection: the indexer reads its output too
+        # Apart from the up-projection: the indexer reads its output too.
+        if rank is not None and spec.qk_norm == "latent":
             weights = norm_weights(f"{context.name(spec)}.q_norm", rank, norms, context.tp)
             self.query_norm = builder.norm(weights, norms)
         self.up = UpProjection(spec, context, is_gathered=False, has_query_norm=False)

@@ -42,11 +42,8 @@ class MegatrainLM(LM):
         max_new_tokens: int = 256,
     ) -> None:
         super().__init__()
-        self._torch_device, self.batch_size, self.max_new_tokens = (
-            torch.device(device),
-            batch_size,
-            max_new_tokens,
-        )
+        self._torch_device = torch.device(device)
+        self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
         kind = dtype or (torch.bfloat16 if self._torch_device.type == "cuda" else torch.float32)
         options = ModelOptions(device=self._torch_device, dtype=kind, is_unlimited=True)
         reader = foreign_reader(load, print)
@@ -74,7 +71,7 @@ class MegatrainLM(LM):
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return the text that follows each context, up to a text of `until`."""
-        loaded, texts = self.loaded, []
+        loaded = self.loaded
         prompts, samplings = [], []
         for context, options in (one.args for one in requests):
             until, is_drawn = options.get("until") or [], options.get("do_sample", False)

@@ -100,12 +100,11 @@ def fit(points: Sequence[Point], *, seed: int = 0, num_samples: int = NUM_SAMPLE
             for b in _EXPONENTS
         ]
     )
-    best, _ = _descend(starts, x, y, np.broadcast_to(whole, (len(starts), len(points))))
+    fits, losses = _descend(starts, x, y, np.broadcast_to(whole, (len(starts), len(points))))
+    best = fits[losses.argmin()][None]
     counts = np.random.default_rng(seed).multinomial(len(points), whole / len(points), size=num_samples)
-    samples, _ = _descend(
-        np.repeat(best[:1], num_samples, axis=0), x, y, counts.astype(np.float64), sort=False
-    )
-    return Law(np.concatenate((best[:1], samples)), center)
+    samples, _ = _descend(np.repeat(best, num_samples, axis=0), x, y, counts.astype(np.float64))
+    return Law(np.concatenate((best, samples)), center)
 
 
 def _log_losses(fits: Floats, x: Floats) -> tuple[Floats, Floats]:
@@ -124,10 +123,8 @@ def _log_losses(fits: Floats, x: Floats) -> tuple[Floats, Floats]:
     return top + np.log(total), scaled / total[:, None]
 
 
-def _descend(
-    fits: Floats, x: Floats, y: Floats, weights: Floats, *, sort: bool = True
-) -> tuple[Floats, Floats]:
-    """Minimize the Huber loss from each start; return the fits, the best first, and their losses.
+def _descend(fits: Floats, x: Floats, y: Floats, weights: Floats) -> tuple[Floats, Floats]:
+    """Minimize the Huber loss from each start; return the fits and their losses.
 
     Args:
         fits: [starts, 5].
@@ -151,8 +148,7 @@ def _descend(
         damping = np.where(better, damping / 3, damping * 4).clip(1e-9, 1e9)
         if stalled == _STALLED_STEPS:
             break
-    order = np.argsort(losses) if sort else np.arange(len(losses))
-    return fits[order], losses[order]
+    return fits, losses
 
 
 def _system(fits: Floats, x: Floats, y: Floats, weights: Floats) -> tuple[Floats, Floats, Floats]:
