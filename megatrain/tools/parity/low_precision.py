@@ -258,8 +258,12 @@ def of_equal_tokens(layout: Layout) -> Layout:
 
 
 def fewest_ranks(layout: Layout) -> Layout:
-    """Return the same split of layers on the fewest ranks; experts split over replicas need those replicas."""
-    fewest = layout.alone.but(" ".join(layout.words_of(*_SPLITS)))
+    """Return the same split of layers on the fewest ranks; experts split over replicas need those replicas.
+
+    Overlapped copies sum a layer's terms in fp32, a reduce-scatter in the terms' precision: with more than two terms they round differently.
+    """
+    splits = _SPLITS if layout.tp <= 2 else (*_SPLITS, "tensor communication")
+    fewest = layout.alone.but(" ".join(layout.words_of(*splits)))
     of_experts = fewest.size("expert parallelism") * fewest.size("expert tensor parallelism")
     replicas = next(n for n in range(1, of_experts + 1) if fewest.tp * fewest.cp * n % of_experts == 0)
     return fewest.but(f"dp{replicas}")
