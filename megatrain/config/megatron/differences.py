@@ -98,6 +98,12 @@ DIFFERENT_DEFAULTS: Final = (
         is_noted=False,
     ),
     DifferentDefault(
+        "parallel.sequence_parallel",
+        "off",
+        "on where tensor ranks overlap communication: the same result with less memory",
+        is_noted=False,
+    ),
+    DifferentDefault(
         "parallel.tp_comm_overlap",
         "off",
         "it hides communication; sums of more than two ranks are rounded in another order than NCCL's",

@@ -40,7 +40,7 @@ class ParallelConfig(Section, on_resume=SAFE):
     pipeline_schedule: str = setting(
         AUTO, choices={name: traits.shape for name, traits in PIPELINE_SCHEDULES.items()}, needs=_PIPELINE
     )
-    """Pipeline schedule. auto: interleaved with several model chunks per rank; on 2 to 4 pipeline ranks of GPUs, if no flag sets the stages, zb-h1 or on four zb-v, with layers balanced by FLOPs; else 1f1b. Not in Megatron-LM."""
+    """Pipeline schedule. auto: interleaved with several model chunks per rank; on 2 to 8 pipeline ranks of GPUs, if no flag sets the stages, zb-h1 or on four zb-v, with layers balanced by FLOPs (as with a given schedule); else 1f1b. Not in Megatron-LM."""
     num_virtual_stages_per_pipeline_rank: int | None = setting(
         None, at_least=1, needs=_PIPELINE, taken_by=LAYOUT
     )
@@ -101,8 +101,8 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Expert-tensor-parallel size (etp): ranks over which the matrices of each expert are split. none: --tensor-model-parallel-size."""
     use_tp_pp_dp_mapping: bool = False
     """Number ranks in the order tp-pp-dp instead of tp-dp-pp, so that pipeline stages are closer together than replicas."""
-    sequence_parallel: bool = setting(False, needs=_TENSOR, taken_by=LAYOUT)
-    """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
+    sequence_parallel: bool = setting(AUTO, needs=_TENSOR, taken_by=LAYOUT)
+    """Split norms and the residual stream along the sequence over the tensor-parallel ranks. auto: on where --tp-comm-overlap is. Off by default in Megatron-LM."""
     tp_comm_overlap: bool = setting(
         AUTO,
         needs=(
@@ -121,7 +121,7 @@ class ParallelConfig(Section, on_resume=SAFE):
             "experts.moe_shared_expert_overlap", why=": layers on two streams would use the same peer memory"
         ),
     )
-    """With --sequence-parallel on GPUs: overlap the all-gather before a GEMM, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them. auto: on with 2 to 4 tensor ranks on GPUs that NVLink connects, unless messages are small or Transformer Engine computes linear layers; if asked for, local computes these."""
+    """With --sequence-parallel on GPUs: overlap the all-gather before a GEMM, and the reduce-scatter after it, with the product: copy engines write into the memory of the other GPUs, which must be on one host. Without it only the backward pass of column-parallel layers overlaps them. Linear layers of Transformer Engine are then those of local. auto: on with 2 to 4 tensor ranks on GPUs that NVLink connects, unless messages are small."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1). Off by default in Megatron-LM."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = AUTO

@@ -47,8 +47,10 @@ _STAGES: Final = (
     "num_layers_per_virtual_pipeline_stage",
 )
 """Settings of the split of layers into stages, which a pattern of a hybrid may have itself."""
-_MOST_MEASURED_RANKS: Final = 4
+_MOST_MEASURED_RANKS: Final = 8
 """Pipeline ranks of the longest pipeline that was measured."""
+_RANKS_OF_A_V: Final = 4
+"""Pipeline ranks with which stages in the form of a V were the fastest."""
 _COUNTED: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Settings of what counts in that split."""
 
@@ -124,13 +126,20 @@ def pipeline_schedule(draft: Draft) -> DerivedValue:
 def _fastest(draft: Draft) -> str:
     """Return the schedule that is the simulator's best with balanced layers; empty: flags or sizes decide.
 
-    Measured on GPUs. A V of few ranks balances worse, and few micro-batches leave no weight gradients for the bubble.
+    A V of few ranks balances worse, that of many needs stages of half a layer's size, and few micro-batches leave no weight
+    gradients for the bubble.
     """
+    if draft.is_given("parallel.pipeline_schedule") or not _has_open_stages(draft):
+        return ""
+    pp = draft.config.parallel.pipeline_model_parallel_size
+    per_rank = min(draft.derived.num_microbatches, num_layers(draft.config.model)) // pp
+    return ZERO_BUBBLE[1] if pp == _RANKS_OF_A_V and per_rank > 1 else ZERO_BUBBLE[0] if per_rank else ""
+
+
+def _has_open_stages(draft: Draft) -> bool:
+    """Return whether no flag sets the stages of a model whose balanced stages were measured on GPUs."""
     config, parallel = draft.config, draft.config.parallel
-    pp = parallel.pipeline_model_parallel_size
-    is_set = draft.is_given("parallel.pipeline_schedule") or any(
-        getattr(parallel, name) for name in (*_STAGES, *_COUNTED)
-    )
+    is_set = any(getattr(parallel, name) for name in (*_STAGES, *_COUNTED))
     is_other = config.model.model_family != "gpt" or draft.derived.transformer_impl != "local"
     is_other |= config.data.pack_documents
     has_more = (
@@ -141,11 +150,8 @@ def _fastest(draft: Draft) -> str:
     )
     overlaps = config.experts.overlap_moe_expert_parallel_comm
     if is_set or is_other or has_more or overlaps or config.training.device != "cuda":
-        return ""
-    if not 1 < pp <= _MOST_MEASURED_RANKS:
-        return ""
-    per_rank = min(draft.derived.num_microbatches, num_layers(config.model)) // pp
-    return ZERO_BUBBLE[1] if pp > 3 and per_rank > 1 else ZERO_BUBBLE[0] if per_rank else ""
+        return False
+    return 1 < parallel.pipeline_model_parallel_size <= _MOST_MEASURED_RANKS
 
 
 @rule
@@ -273,7 +279,12 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
 
 
 def _is_balanced(draft: Draft) -> bool:
-    return draft.config.parallel.pipeline_model_parallel_layout == "auto" or bool(_fastest(draft))
+    is_asked = draft.config.parallel.pipeline_model_parallel_layout == "auto"
+    return is_asked or bool(_fastest(draft)) or _has_a_given_schedule(draft)
+
+
+def _has_a_given_schedule(draft: Draft) -> bool:
+    return draft.is_given("parallel.pipeline_schedule") and _has_open_stages(draft)
 
 
 def _stages_of_pattern(draft: Draft) -> tuple[int, ...]:

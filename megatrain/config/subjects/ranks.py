@@ -136,10 +136,29 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
         )
 
 
+@derives("parallel.sequence_parallel")
+def sequence_parallel(draft: Draft) -> DerivedValue:
+    """Split the sequence where products then overlap the communication of tensor ranks; elsewhere a flag does, as in Megatron-LM."""
+    config, parallel = draft.config, draft.config.parallel
+    reason = next(_why_products_wait(draft), None)
+    chunks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    if parallel.context_parallel_size > 1:
+        chunks *= 2
+    if reason is None and (config.data.pack_documents or config.data.seq_length_schedule is not None):
+        reason = "samples have several lengths"
+    if reason is None and sample_length(config) % chunks:
+        reason = f"{length_in_words(config)} is no multiple of {chunks}"
+    return DerivedValue(
+        reason is None, reason or "the same result, with less memory and communication out of sight"
+    )
+
+
 @derives("parallel.tp_comm_overlap")
 def tp_comm_overlap(draft: Draft) -> DerivedValue:
     """Overlap the communication of tensor ranks where that was measured to be faster, and equal to collectives."""
     reason = next(_why_products_wait(draft), None)
+    if not draft.config.parallel.sequence_parallel:
+        reason = reason or "--no-sequence-parallel"
     return DerivedValue(reason is None, reason or "copy engines send over NVLink while products are computed")
 
 
@@ -148,12 +167,12 @@ def _why_products_wait(draft: Draft) -> Iterator[str]:
     size = parallel.tensor_model_parallel_size
     if size == 1:
         yield "--tensor-model-parallel-size 1"
-    if not parallel.sequence_parallel:
-        yield "--no-sequence-parallel"
     if config.training.device != "cuda":
         yield "on a CPU: communication and products take turns"
     if (facts.ranks_per_node or facts.devices_per_node or size) % size:
         yield "tensor ranks are on several hosts"
+    if draft.is_given("training.mlp_chunks_for_training") and config.training.mlp_chunks_for_training > 1:
+        yield "--mlp-chunks-for-training: products are of whole layers"
     capability = facts.device_capability or (_LINKED_ARCHITECTURES[0], 0)
     if any(word in (facts.device_name or "") for word in ("PCIe", "NVL")):
         capability = (0, 0)
@@ -171,12 +190,12 @@ def why_products_wait(
         capability: compute capability of the GPUs.
     """
     config = plan.config
-    if plan.derived.transformer_impl != "local":
-        yield "linear layers of Transformer Engine wait for their communication; with --tp-comm-overlap local computes them"
     if config.precision.fp8_format is not None or config.precision.fp4_format is not None:
         yield "linear layers of FP8 and FP4 wait for their communication"
     if config.model.model_family != "gpt":
         yield "measured with layers of GPTs only"
+    if config.adapters.lora_rank is not None:
+        yield "--lora-rank: products are of whole layers"
     if config.experts.moe_shared_expert_overlap:
         yield "layers on two streams would use the same peer memory"
     if tp > _MOST_OVERLAPPED_RANKS:

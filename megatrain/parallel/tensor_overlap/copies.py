@@ -1,7 +1,8 @@
 """Sends by copy engines, which write into the memory of other GPUs of a host and occupy no SMs.
 
     stream of the model     GEMM             | GEMM of other rows    | wait, use what arrived
-    stream of the copies    wait | copy to a peer, set its flag | wait for own flags, clear them
+    stream of the copies    wait | copy to a peer, set its flag | copy to the next peer, set its flag
+    stream of arrivals      wait | wait for a peer's flag, clear it | wait for the next peer's flag, clear it
 
 Streams wait for flags with operations of the CUDA driver, since a kernel that waits needs an SM, which a GEMM may hold.
 """
@@ -29,7 +30,7 @@ def peer_memory(group: RankGroup, device: torch.device) -> PeerMemory:
 
 
 class SharedSlots(Slots):
-    """Memory of one GPU that other GPUs address, with a stream of copies and its driver."""
+    """Memory of one GPU that other GPUs address, with streams of copies and of arrivals."""
 
     def _allocate(self, num_bytes: int) -> Tensor:
         set_unless_given("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -45,8 +46,7 @@ class SharedSlots(Slots):
             handle.get_buffer(rank, (num_bytes,), torch.uint8).data_ptr() for rank in range(self.group.size)
         ]
         assert self.addresses[self.group.rank] == memory.data_ptr(), "a handle begins at its tensor"
-        self.stream = torch.cuda.Stream(self.device, priority=-1)
-        self.driver = _Driver(self.stream)
+        self.copies, self.arrivals = _Driver(self.device), _Driver(self.device)
         return memory
 
     def sends(self, index: int, parts: Tensor) -> Sends:
@@ -58,7 +58,11 @@ class SharedSlots(Slots):
 
 
 class _Copies:
-    """One send of each rank, by copies into a slot of the others."""
+    """One send of each rank, by copies into a slot of the others.
+
+    Copies begin after all arrivals of the send before: their flags say that the slot may be overwritten. The last arrival
+    also waits for the copies of this rank: whoever has waited for all parts may overwrite what was sent.
+    """
 
     def __init__(self, slots: SharedSlots, index: int, parts: Tensor) -> None:
         self._slots, self._index, self._parts = slots, index, parts
@@ -67,20 +71,27 @@ class _Copies:
 
     def send(self, part: Tensor, to_rank: int) -> None:
         slots, rank = self._slots, self._slots.group.rank
-        slots.stream.wait_stream(torch.cuda.current_stream(slots.device))
-        slots.driver.copy(slots.addresses[to_rank] + self._offset, part.data_ptr(), part.nbytes)
+        copies = slots.copies
+        copies.stream.wait_stream(torch.cuda.current_stream(slots.device))
+        if not self._sent:
+            slots.arrivals.stream.wait_stream(copies.stream)
+            copies.stream.wait_stream(slots.arrivals.stream)
+        copies.copy(slots.addresses[to_rank] + self._offset, part.data_ptr(), part.nbytes)
         if to_rank != rank:
-            slots.driver.set(slots.flag(to_rank, rank, self._index))
+            copies.set(slots.flag(to_rank, rank, self._index))
         self._sent.append(part)
 
     def received(self) -> ReceivedParts:
         slots, group = self._slots, self._slots.group
+        copies, arrivals = slots.copies, slots.arrivals
         transfers = [Transfer()] * group.size
-        transfers[group.rank] = Transfer(slots.stream.record_event())
+        transfers[group.rank] = Transfer(copies.stream.record_event())
         for step in range(1, group.size):
             rank = (group.rank - step) % group.size
-            slots.driver.wait_and_clear(slots.flag(group.rank, rank, self._index))
-            transfers[rank] = Transfer(slots.stream.record_event())
+            arrivals.wait_and_clear(slots.flag(group.rank, rank, self._index))
+            if step == group.size - 1:
+                arrivals.stream.wait_stream(copies.stream)
+            transfers[rank] = Transfer(arrivals.stream.record_event())
         return ReceivedParts(self._parts, transfers, self._sent)
 
 
@@ -102,12 +113,13 @@ assert ctypes.sizeof(_MemoryOperation) == _SIZE
 
 
 class _Driver:
-    """Operations of a stream on memory at an address, which PyTorch does not offer."""
+    """A stream with operations on memory at an address, which PyTorch does not offer."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
         library = ctypes.CDLL("libcuda.so.1")
         address, flags = ctypes.c_uint64, ctypes.c_uint
-        self._stream = ctypes.c_void_p(stream.cuda_stream)
+        self._stream = ctypes.c_void_p(self.stream.cuda_stream)
         self._copy, self._operate = library.cuMemcpyDtoDAsync_v2, library.cuStreamBatchMemOp_v2
         self._copy.argtypes = (address, address, ctypes.c_size_t, ctypes.c_void_p)
         self._operate.argtypes = (ctypes.c_void_p, flags, ctypes.c_void_p, flags)

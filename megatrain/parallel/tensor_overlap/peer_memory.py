@@ -92,7 +92,7 @@ class ReceivedParts:
         self.parts = parts
         self._transfers = transfers
         self._sent = sent
-        """Memory that is read until the first part has arrived."""
+        """Memory that is read until the last part has arrived."""
 
     def from_rank(self, rank: int) -> Tensor:
         """Return the part that `rank` sent; the work that follows on this stream is ordered after its arrival."""

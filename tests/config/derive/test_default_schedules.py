@@ -31,7 +31,17 @@ def test_sizes_and_flags_decide(plan_of, flags, facts, schedule):
     assert sum(plan.derived.pipeline_layers) == plan.config.model.num_layers
 
 
-def test_the_head_has_fewer_layers(plan_of):
-    plan = plan_of(f"{STAGES} --vocab-size 100000", facts=GPUS)
-    assert plan.derived.pipeline_chunks == 2
+@pytest.mark.parametrize(
+    ("flags", "chunks"), [("", 2), ("--pipeline-schedule zb-h1", 1), ("--pipeline-schedule 1f1b", 1)]
+)
+def test_the_head_has_fewer_layers(plan_of, flags, chunks):
+    plan = plan_of(f"{STAGES} --vocab-size 100000 {flags}", facts=GPUS)
+    assert plan.derived.pipeline_chunks == chunks
+    assert plan.derived.pipeline_layers[-1] < max(plan.derived.pipeline_layers)
+
+
+def test_eight_ranks_have_balanced_stages(plan_of):
+    flags = "--pipeline-model-parallel-size 8 --num-layers 32 --global-batch-size 32 --vocab-size 100000"
+    plan = plan_of(f"{STAGES} {flags}", facts=Facts(device="cuda", world_size=8))
+    assert plan.config.parallel.pipeline_schedule == "zb-h1"
     assert plan.derived.pipeline_layers[-1] < max(plan.derived.pipeline_layers)

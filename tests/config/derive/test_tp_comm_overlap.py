@@ -8,6 +8,7 @@ from megatrain.config import Facts
 
 SHAPE = "--hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --max-position-embeddings 8192 --bf16"
 TENSOR = f"{SHAPE} --sequence-parallel --tensor-model-parallel-size"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SHARED_EXPERT = "--num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
 HOPPER = Facts(
     device="cuda", device_capability=(9, 0), device_name="NVIDIA H200", world_size=8, ranks_per_node=8
@@ -30,8 +31,9 @@ HOPPER = Facts(
         (f"{TENSOR} 4 --no-sequence-parallel", HOPPER, "--no-sequence-parallel"),
         (SHAPE, HOPPER, "--tensor-model-parallel-size 1"),
         (f"{TENSOR} 2 {SHARED_EXPERT}", HOPPER, "two streams"),
-        (f"{TENSOR} 2 --transformer-impl transformer_engine", replace(HOPPER, libraries={"transformer_engine": "2.20.2"}),
-         "Transformer Engine"),
+        (f"{TENSOR} 2 --lora-rank 8 --disable-bias-linear", HOPPER, "--lora-rank"),
+        (f"{TENSOR} 2 --mlp-chunks-for-training 2 {RECOMPUTED}", HOPPER, "--mlp-chunks-for-training"),
+        (f"{TENSOR} 2 --transformer-impl transformer_engine", replace(HOPPER, libraries={"transformer_engine": "2.20.2"}), ""),
     ],
 )  # fmt: skip
 def test_where_it_was_measured_it_is_on(plan_of, flags, facts, reason):
@@ -40,22 +42,41 @@ def test_where_it_was_measured_it_is_on(plan_of, flags, facts, reason):
     assert reason in plan.origins["parallel.tp_comm_overlap"].detail
 
 
+@pytest.mark.parametrize(
+    ("flags", "facts", "reason"),
+    [
+        ("", HOPPER, "the same result"),
+        ("--context-parallel-size 2", HOPPER, "the same result"),
+        ("--seq-length 8190", HOPPER, "8190 is no multiple of 4"),
+        ("--seq-length 8184 --context-parallel-size 2", HOPPER, "8184 is no multiple of 16"),
+        ("--lora-rank 8 --disable-bias-linear", HOPPER, "--lora-rank"),
+        ("", replace(HOPPER, device="cpu"), "CPU"),
+    ],
+)
+def test_the_sequence_is_split_where_products_overlap(plan_of, flags, facts, reason):
+    plan = plan_of(f"{SHAPE} --tensor-model-parallel-size 4 {flags}", facts=facts)
+    is_split = reason == "the same result"
+    assert plan.config.parallel.sequence_parallel == is_split
+    assert plan.config.parallel.tp_comm_overlap == is_split
+    assert reason in plan.origins["parallel.sequence_parallel"].detail
+
+
 def test_a_flag_turns_it_off(plan_of):
     assert not plan_of(f"{TENSOR} 4 --no-tp-comm-overlap", facts=HOPPER).config.parallel.tp_comm_overlap
 
 
-def test_local_overlaps_products_under_transformer_engine_if_asked_to(plan_of):
+def test_local_overlaps_products_in_bf16_under_transformer_engine(plan_of):
     engine = "--transformer-impl transformer_engine"
     facts = replace(HOPPER, libraries={"transformer_engine": "2.20.2"})
     plans = [
         plan_of(f"{TENSOR} 4 {flags} {engine}", facts=facts)
         for flags in (
             "",
-            "--tp-comm-overlap",
+            "--no-tp-comm-overlap",
             "--tp-comm-overlap --fp8-format hybrid --fp8-recipe tensorwise",
         )
     ]
     assert {plan.derived.transformer_impl for plan in plans} == {"transformer_engine"}
     words = "linear layers in bfloat16 (--tp-comm-overlap)"
-    assert [any(words in note for note in plan.notes) for plan in plans] == [False, True, False]
-    assert not any("--tp-comm-overlap has no effect" in note for note in plans[1].notes)
+    assert [any(words in note for note in plan.notes) for plan in plans] == [True, False, False]
+    assert not any("--tp-comm-overlap has no effect" in note for note in plans[0].notes)
