@@ -46,10 +46,18 @@ _7B: Final = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8"
     " --untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 8 --seq-length 8192"
     " --max-position-embeddings 8192 --train-iters 25 --tokenizer-type NullTokenizer --vocab-size 131073 --lr 1.5e-4"
-    " --bf16 --deterministic-mode --mock-data --tensor-model-parallel-size 2"
+    " --bf16 --deterministic-mode --mock-data --tensor-model-parallel-size"
 )
 _A2: Final = "--fp8-recipe"
 _B3: Final = "--global-batch-size 4 --tensor-model-parallel-size 2"
+_CP8: Final = "--context-parallel-size 8 --max-position-embeddings 131072 --data-parallel-sharding-strategy optim_grads_params"
+_MIXED: Final = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --pipeline-model-parallel-size 2"
+    " --global-batch-size 8"
+)
+_FP8: Final = (
+    "--fp8-format hybrid --fp8-recipe tensorwise --global-batch-size 128 --data-parallel-sharding-strategy"
+)
 _EP2: Final = "--global-batch-size 16 --expert-model-parallel-size 2"
 _TE: Final = "ran with Transformer Engine, planned as local"
 MEASURED: Final = (
@@ -73,7 +81,12 @@ MEASURED: Final = (
     Measured("B3 tp2", 2, (1609, 1668), 85.4, f"{_B3} --no-tp-comm-overlap", "b3"),
     Measured("B3 tp2, overlap", 2, (1525, 1540), 85.4, _B3, "b3"),
     Measured("B3 tp4", 4, (1872,), 43.1, "--no-tp-comm-overlap", "b3"),
-    Measured("B3 tp4, overlap", 4, (1696, 1778), 43.4, "", "b3"),
+    Measured("B3 tp4, overlap", 4, (1685, 1778), 43.4, "", "b3"),
+    Measured("B3 tp8", 8, (1269,), 21.7, "--tensor-model-parallel-size 8", "b3"),
+    Measured("B5 cp8", 8, (5226,), 76.6, f"{_CP8} --seq-length 131072 --global-batch-size 1", "b5"),
+    Measured("B1 tp2 cp2 pp2", 8, (972,), 35.8, _MIXED, "b1"),
+    Measured("B1 ZeRO-2, FP8", 8, (9165,), 71.3, f"{_FP8} optim_grads", "b1"),
+    Measured("B1 ZeRO-3, FP8", 8, (9791,), 51.3, f"{_FP8} optim_grads_params", "b1"),
     Measured(
         "B5 cp2",
         2,
@@ -90,8 +103,9 @@ MEASURED: Final = (
     Measured("B7 ep2", 2, (866, 871), 103.5, _EP2, "b7"),
     Measured("B7, all-to-all", 2, (947, 1017), 96.0, f"{_EP2} --no-moe-alltoall-as-allgather", "b7"),
     Measured("B7 ep4", 4, (836, 843), 60.7, "", "b7"),
-    Measured("B8 ep4", 4, (895, 903), 91.8, "", "b8", note="peak memory was not measured"),
-    Measured("7B tp2", 2, (3577,), 106.2, _7B, note=_TE),
+    Measured("B8 ep4", 4, (895, 917), 92.6, "", "b8"),
+    Measured("7B tp2", 2, (3577,), 106.2, f"{_7B} 2 --no-sequence-parallel", note=_TE),
+    Measured("7B tp4", 4, (1778,), 41.3, f"{_7B} 4", note="peak memory was not measured"),
     Measured("1f1b", 2, (3462.7,), 59.35, f"{_STAGES} --pipeline-schedule 1f1b", "b4"),
     Measured(
         "interleaved",

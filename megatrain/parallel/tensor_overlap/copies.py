@@ -61,7 +61,7 @@ class _Copies:
     """One send of each rank, by copies into a slot of the others.
 
     Copies begin after all arrivals of the send before: their flags say that the slot may be overwritten. The last arrival
-    also waits for the copies of this rank: whoever has waited for all parts may overwrite what was sent.
+    also waits for the copies of this rank, so that after the wait for all parts what was sent may be overwritten.
     """
 
     def __init__(self, slots: SharedSlots, index: int, parts: Tensor) -> None:
