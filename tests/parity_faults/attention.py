@@ -61,10 +61,10 @@ def _gates_of_next_head() -> AbstractContextManager[Any]:
 def _decays_of_next_head() -> AbstractContextManager[Any]:
     """Shift the decays of one rank's heads of linear attention by a head."""
 
-    def shifted(self: DeltaRule, qkv: Tensor, strengths: Tensor, info: PassInfo) -> Tensor:
+    def shifted(self: DeltaRule, qkv: Tensor, strengths: Tensor, *others: Any) -> Tensor:
         beta, alpha = strengths.chunk(2, dim=-1)
         alpha = alpha if dist.get_rank() == 0 else alpha.roll(1, 2)
-        return forward(self, qkv, torch.cat((beta, alpha), dim=-1), info)
+        return forward(self, qkv, torch.cat((beta, alpha), dim=-1), *others)
 
     forward = DeltaRule.forward
     return mock.patch.object(DeltaRule, "forward", shifted)
@@ -92,9 +92,9 @@ def _convolutions_over_documents() -> AbstractContextManager[Any]:
 def _states_over_documents() -> AbstractContextManager[Any]:
     """Keep the state of delta nets over the end of a document."""
 
-    def over_all(*arguments: Any, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def over_all(*arguments: Any, document_ids: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
         assert document_ids is not None
-        return continue_gated_delta_rule(*arguments)
+        return continue_gated_delta_rule(*arguments, **options)
 
     return mock.patch.object(linear_attention, "continue_gated_delta_rule", over_all)
 
