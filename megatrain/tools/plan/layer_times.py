@@ -11,11 +11,10 @@ A rank has t tokens: s / cp * b. Under sequence parallelism, norms and the resid
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
+from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.linear import Linear
 from megatrain.config.model_spec.mlp import MlpSpec
@@ -178,7 +177,7 @@ class LayerTimes:
         if not self.workload.gathers_tokens(ep):
             group = Group(self.cluster, ep, layout.etp)
             rows, rows_of_node = (
-                row * layout.etp * share_of_tokens(experts.router, parts)
+                row * layout.etp * experts.router.share_of_tokens(parts)
                 for parts in (ep, ep // group.per_node)
             )
             has_codes = self.fp8 is not None and self.cluster.has_deepep
@@ -261,19 +260,6 @@ class LayerTimes:
         if "moe_act" in modules and "moe" not in modules:
             seconds += 0.1 * (mlp.forward - mlp.sends / 2)
         return seconds
-
-
-def share_of_tokens(router: RouterSpec, parts: int) -> float:
-    """Return the share of the tokens that have experts in one of `parts` equal parts of all experts, if loads are equal.
-
-    A router of groups selects experts of `group_top_k` groups only (node-limited routing, arXiv:2412.19437, section 2.1.2).
-    """
-    groups, kept = router.num_groups or 1, router.group_top_k or 1
-    part, group = router.num_experts // parts, router.num_experts // groups
-    if part >= group:  # of whole groups: it has tokens if one of these is kept
-        return 1 - math.comb(groups - part // group, kept) / math.comb(groups, kept)
-    possible = kept * group
-    return kept / groups * (1 - math.comb(possible - part, router.top_k) / math.comb(possible, router.top_k))
 
 
 @functools.lru_cache(maxsize=65536)

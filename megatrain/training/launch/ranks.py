@@ -282,6 +282,7 @@ def grid_shape(plan: Plan) -> GridShape:
         num_chunks=plan.derived.pipeline_chunks,
         is_v=PIPELINE_SCHEDULES[parallel.pipeline_schedule].is_v,
         ep=parallel.expert_model_parallel_size,
+        ep_host=plan.config.experts.moe_alltoall_ranks_per_host,
         etp=None if plan.config.experts.num_experts is None else plan.derived.expert_tensor_parallel_size,
         pack_sizes=plan.derived.pack_group_sizes,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,

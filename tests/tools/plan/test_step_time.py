@@ -9,7 +9,6 @@ import pytest
 from megatrain.config import Facts, parse, resolve
 from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.tools.plan.hardware import GPUS, Cluster
-from megatrain.tools.plan.layer_times import share_of_tokens
 from megatrain.tools.plan.layouts import Layout, Workload, layouts
 from megatrain.tools.plan.linear_times import Fp8, Gemm, Times
 from megatrain.tools.plan.memory import estimated_bytes
@@ -143,10 +142,10 @@ def test_node_limited_routing_sends_a_token_to_its_nodes_only() -> None:
     """DeepSeek-V3: 8 of 256 experts, of 4 of 8 groups. A token has at most 4 copies for 8 nodes, and 7.4 for 64 ranks."""
     limited = RouterSpec(num_experts=256, top_k=8, num_groups=8, group_top_k=4)
     free = RouterSpec(num_experts=256, top_k=8)
-    assert 8 * share_of_tokens(limited, 8) == pytest.approx(4)
-    assert 64 * share_of_tokens(limited, 64) == pytest.approx(7.36, abs=0.01)
-    assert 8 * share_of_tokens(free, 8) == pytest.approx(5.3, abs=0.1)
-    assert share_of_tokens(limited, 1) == share_of_tokens(free, 1) == 1
+    assert 8 * limited.share_of_tokens(8) == pytest.approx(4)
+    assert 64 * limited.share_of_tokens(64) == pytest.approx(7.36, abs=0.01)
+    assert 8 * free.share_of_tokens(8) == pytest.approx(5.3, abs=0.1)
+    assert limited.share_of_tokens(1) == free.share_of_tokens(1) == 1
     group = Group(CLUSTER, 64)
     forwarding = Group(dataclasses.replace(CLUSTER, has_deepep=True), 64)
     assert group.all_to_all(1e6, 4e6) > 1.5 * forwarding.all_to_all(1e6, 4e6)
