@@ -187,6 +187,7 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
         needs=(
             one_of("experts.moe_token_dispatcher_type", "alltoall"),
             off("experts.moe_alltoall_as_allgather"),
+            above("parallel.expert_model_parallel_size", 1),
         ),
     )
     """Ranks of --expert-model-parallel-size on each host: the all-to-all sends a token once to each host with some of its experts, where ranks forward it to one another, and receives one sum from it. 1: a token goes once to each rank. auto: the ranks of a host where this saves more on the network than forwarding costs, else 1. Not in Megatron-LM."""
@@ -204,6 +205,6 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
 
     @property
     def sends_by_alltoall(self) -> bool:
-        """Return whether an all-to-all sends tokens to expert ranks, of a resolved configuration."""
-        is_given = self.moe_token_dispatcher_type == "alltoall"  # noqa: S105 (no password)
+        """Return whether an all-to-all sends tokens to expert ranks; `flex` does, too."""
+        is_given = self.moe_token_dispatcher_type != "allgather"  # noqa: S105 (no password)
         return is_given and not self.moe_alltoall_as_allgather

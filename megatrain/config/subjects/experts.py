@@ -379,11 +379,9 @@ def ranks_that_forward(experts: ExpertsConfig, ep: int, etp: int, per_host: int)
 
 @rule
 def ranks_of_a_host_divide_expert_ranks(draft: Draft) -> Problems:
-    host, ep = (
-        draft.config.experts.moe_alltoall_ranks_per_host,
-        draft.config.parallel.expert_model_parallel_size,
-    )
-    if ep % host:
+    experts, ep = draft.config.experts, draft.config.parallel.expert_model_parallel_size
+    host = experts.moe_alltoall_ranks_per_host
+    if experts.sends_by_alltoall and ep > 1 and ep % host:
         yield Problem(
             f"--expert-model-parallel-size {ep} does not divide into hosts of --moe-alltoall-ranks-per-host {host}",
             use(draft, divisors("experts.moe_alltoall_ranks_per_host", ep, host)),

@@ -76,6 +76,8 @@ CASES = [
      ("--overlap-moe-expert-parallel-comm", "one micro-batch")),
     ("--num-experts 4 --moe-alltoall-ranks-per-host 2", "",
      ("--moe-alltoall-ranks-per-host 2", "--moe-token-dispatcher-type")),
+    ("--num-experts 4 --moe-token-dispatcher-type alltoall --moe-alltoall-ranks-per-host 2", "",
+     ("--moe-alltoall-ranks-per-host 2", "--expert-model-parallel-size 1")),
     ("--num-experts 4 --moe-token-dispatcher-type alltoall --moe-alltoall-as-allgather --moe-alltoall-ranks-per-host 1", "",
      ("--moe-alltoall-ranks-per-host 1", "--moe-alltoall-as-allgather")),
     ("--num-experts 4 --moe-alltoall-as-allgather", "",
