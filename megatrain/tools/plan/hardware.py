@@ -146,9 +146,6 @@ class Cluster:
     network_rate: float
     """Bytes per second and GPU between nodes, in one direction."""
     rates: Rates = Rates()
-    has_deepep: bool = False
-    """Tokens cross the network once for each node, whose GPUs forward them over NVLink, and go to experts in FP8 where GEMMs are
-    in FP8, as with DeepSeek's DeepEP. The all-to-all of this program sends them to each rank in bf16."""
 
     def compute_rate(self, fraction: float) -> float:
         """Return FLOPs per second."""

@@ -175,18 +175,8 @@ class LayerTimes:
             return Times()
         row = self.tokens / layout.tp * hidden * _BF16
         if not self.workload.gathers_tokens(ep):
-            group = Group(self.cluster, ep, layout.etp)
-            rows, rows_of_node = (
-                row * layout.etp * experts.router.share_of_tokens(parts)
-                for parts in (ep, ep // group.per_node)
-            )
-            has_codes = self.fp8 is not None and self.cluster.has_deepep
-            back = group.all_to_all(rows, rows_of_node)
-            there = group.all_to_all(rows / 2, rows_of_node / 2) if has_codes else back
-            sent = there + back  # outputs and gradients return in bf16
-            return Times(
-                sent + rates.host_wait_seconds, sent, sends=2 * sent, exposed_sends=2 * sent * group.exposed
-            )
+            sent = self._sent(experts, row)
+            return sent + sent + Times(rates.host_wait_seconds)
         ranks = ep * layout.etp
         group = Group(self.cluster, ranks)
         one = group.all_gather(row * ranks)
@@ -195,6 +185,28 @@ class LayerTimes:
         backward = max(one - shared.backward - shared.weight, overlapped) + overlapped
         sends = forward + backward
         return Times(forward, backward, sends=sends, exposed_sends=min(4 * overlapped, sends))
+
+    def _sent(self, experts: ExpertsSpec, row: float) -> Times:
+        """Return the times of the all-to-alls that send tokens, or that return their sums; `row`: bytes of a rank's tokens.
+
+        Where ranks of a host forward tokens, these are permuted once more on the way.
+        """
+        ep, etp, router = self.layout.ep, self.layout.etp, experts.router
+        group = Group(self.cluster, ep, etp)
+        row *= etp  # the etp ranks of an expert gather the tokens that each of them receives
+        to_rank = row * router.share_of_tokens(ep)
+        inside = self.workload.ranks_that_forward(group, etp)
+        if inside == 1:
+            one = group.all_to_all(to_rank)
+            return Times(one, one, sends=2 * one, exposed_sends=2 * one * group.exposed)
+        hosts = ep // inside
+        to_host = row * router.share_of_tokens(hosts)
+        peers, host = Group(self.cluster, hosts, inside * etp), Group(self.cluster, inside, etp)
+        over, within = peers.all_to_all(to_host), host.forwarded(hosts * to_rank)
+        copies = self.cluster.memory_seconds(2 * hosts * to_host)
+        exposed = over * peers.exposed + within * host.exposed
+        one = over + within
+        return Times(one + copies, one + copies, sends=2 * one, exposed_sends=2 * exposed)
 
     # ---- communication of tensor parallelism, recomputation
 
