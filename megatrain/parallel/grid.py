@@ -117,7 +117,7 @@ class RankGrid:
 
     @property
     def ep_steps(self) -> tuple[RankGroup, ...]:
-        """The groups that a token crosses in turn on its way to experts."""
+        """The groups that a token crosses in turn to the ranks of its experts."""
         return (self.ep,) if 1 in (self.ep_host.size, self.ep_peers.size) else (self.ep_peers, self.ep_host)
 
     def family(self, family: Family) -> FamilyGroups:

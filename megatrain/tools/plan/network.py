@@ -79,8 +79,8 @@ class Group:
         )
 
     def forwarded(self, bytes_per_peer: float) -> float:
-        """Return the seconds of an all-to-all in a node after an all-to-all between nodes: ranks have waited for one another."""
-        rate = self.cluster.gpu.link_rate * self.cluster.rates.messages
+        """Return the seconds of an all-to-all within a node that follows one between nodes."""
+        rate = self.cluster.gpu.link_rate * self.cluster.rates.forwarded
         return self.latency + (self.size - 1) * bytes_per_peer / rate
 
     def message(self, num_bytes: float) -> float:

@@ -18,6 +18,7 @@ from typing import Final
 from unittest import mock
 
 import pytest
+from everyday import nightly
 
 from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.tools.plan.hardware import GPUS, Cluster
@@ -165,12 +166,20 @@ def test_deepseek_v3_takes_its_gpu_hours_gains_with_fp8_and_by_each_part_of_its_
 
 @pytest.mark.parametrize(
     ("gpu", "is_overlapped", "gain"),
-    [("H800", False, 1.09), ("H800", True, 0.96), ("H100", False, 1.19), ("H100", True, 1.04)],
+    [
+        ("H100", False, 1.19),
+        nightly("H100", True, 1.03),
+        nightly("H800", False, 1.08),
+        nightly("H800", True, 0.96),
+    ],
 )
-def test_the_dispatch_of_this_program_sends_less_between_hosts(
+def test_forwarding_gains_where_the_network_is_not_hidden_or_nvlink_is_fast(
     gpu: str, is_overlapped: bool, gain: float
 ) -> None:
-    """The layout of DeepSeek-V3 with one copy of a token for each host, against one for each rank."""
+    """The layout of DeepSeek-V3 with this program's dispatch: a copy of a token for each host, against one for each rank.
+
+    The NVLink of an H800 has less than half of the rate, and kernels that overlap computation cost half of their time.
+    """
     times = []
     for flags in ("", "--moe-alltoall-ranks-per-host 1"):
         workload, layout, cluster = dataclasses.replace(V3, gpu=gpu).planned(flags)
