@@ -13,10 +13,11 @@ Each rank has different tokens, all ranks equally many. An etp rank holds a slic
 token is sent to all etp ranks, and their outputs are summed.
 
 `LocalDispatcher` serves one rank. `AllToAllDispatcher` sends each token once to each rank with one of its experts and
-receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are all
-that an all-to-all sends. The host waits for the counts once per call. `AllGatherDispatcher` gathers all tokens on all
+receives one sum from it, or in two steps once to each host, whose ranks forward it and return one sum; all ranks gather the
+experts and probabilities of all tokens before, so that the rows are all that an all-to-all sends. The host waits for the
+counts once per call. `AllGatherDispatcher` gathers all tokens on all
 ranks: the host needs no counts, and memory holds every possible assignment, or those within a `RankCapacity`. With one etp
-rank, deterministic operations give both the same bits.
+rank, deterministic operations give both the same bits, if the all-to-all has one step.
 
 Communication overlaps the router, the shared expert and weight gradients: see `RowTransfer`.
 """
@@ -64,7 +65,7 @@ class ExpertParallel:
     """Ranks with different experts."""
     etp: RankGroup
     """Ranks that hold a slice of each expert's inner channels."""
-    steps: tuple[RankGroup, ...] = ()
+    steps: tuple[RankGroup, ...]
     """Groups that an all-to-all of tokens crosses in turn: see `RankGrid.ep_steps`."""
 
     def own(self, num_experts: int) -> range:
@@ -241,14 +242,26 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
     The host must know the counts. A dry run has none, and assumes that all experts have the same load.
 
+    A token's sum has a fixed order, and each of its sums is rounded once: a rank adds its experts in the order of the router,
+    then a host its ranks in rank order, if there are two steps, then the token's rank the hosts or ranks that it has sent to.
+
     Args:
-        steps: the groups that a token crosses in turn: `ep`, or those of `RankGrid.ep_steps`.
+        steps: the groups that a token crosses in turn: see `ExpertParallel.steps`.
     """
 
     overlaps_combine = False  # the device needs work while the host waits
 
-    def __init__(self, *known: Any, steps: tuple[RankGroup, ...]) -> None:
-        super().__init__(*known)
+    def __init__(
+        self,
+        num_experts: int,
+        ep: RankGroup,
+        etp: RankGroup,
+        rows_per_expert: RowsPerExpert | None = None,
+        give_turn: Callable[[], None] | None = None,
+        *,
+        steps: tuple[RankGroup, ...],
+    ) -> None:
+        super().__init__(num_experts, ep, etp, rows_per_expert, give_turn)
         self.steps, self.gathers = steps, (*steps, self.etp)
 
     def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
@@ -262,9 +275,8 @@ class AllToAllDispatcher(AllGatherDispatcher):
         def finish() -> DispatchedTokens:
             even = (steps, routing.experts, self.num_experts, self.etp)
             ends = even_ends(*even) if x.is_meta else counts.read()
-            sends = [
-                RowAllToAll(*both) for both in zip(self.steps, rows_of(steps, ends, self.etp), strict=True)
-            ]
+            all_rows = rows_of(steps, ends, self.etp)
+            sends = [RowAllToAll(group, rows) for group, rows in zip(self.steps, all_rows, strict=True)]
             received, own = steps[-1].by_source, by_expert
             if self.etp.size > 1:  # the rows of the etp ranks are padded to the most that one of them has
                 received = sort_by_source(

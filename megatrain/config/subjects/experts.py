@@ -350,7 +350,7 @@ def _router(experts: ExpertsConfig) -> RouterSpec:
 def moe_alltoall_ranks_per_host(draft: Draft) -> DerivedValue:
     per_host = draft.facts.ranks_per_node or GPUS_PER_HOST
     if not draft.config.experts.sends_by_alltoall:
-        return DerivedValue(1, "without an all-to-all of tokens")
+        return DerivedValue(1, "--moe-token-dispatcher-type sends no tokens by all-to-all")
     if draft.facts.world_size <= per_host:
         return DerivedValue(1, "all ranks are on one host")
     ep, etp = draft.config.parallel.expert_model_parallel_size, draft.derived.expert_tensor_parallel_size

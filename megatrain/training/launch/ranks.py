@@ -390,7 +390,7 @@ def use_deterministic_operations() -> None:
                                                              cuDNN's kernel is not used (`config/subjects/attention_kernel.py`)
         GEMMs (cuBLAS, shared work space)                    CUBLAS_WORKSPACE_CONFIG
         kernels of our own (`kernels/fused`)                 deterministic: sums over programs are a second pass
-        sums of experts' outputs over ranks                  in the order of ranks: equal with either dispatcher
+        sums of experts' outputs over ranks                  in the order of ranks: equal with either dispatcher on one host
         layers of Transformer Engine                         NVTE_ALLOW_NONDETERMINISTIC_ALGO=0; `local` computes attention
         any other operation                                  torch raises an error
 

@@ -87,7 +87,7 @@ V3 = (
         (f"{V3} --moe-alltoall-ranks-per-host 4", 64, 8, 4, "--moe-alltoall-ranks-per-host"),
         (f"{QWEN} --moe-router-topk 1 --moe-router-pre-softmax", 16, 8, 1, "less than forwarding costs"),
         ("--num-experts 8 --moe-token-dispatcher-type alltoall", 8, 4, 1, "0.786 copies of a token"),
-        (V3.replace("alltoall", "allgather"), 64, 8, 1, "without an all-to-all"),
+        (V3.replace("alltoall", "allgather"), 64, 8, 1, "sends no tokens by all-to-all"),
     ],
 )
 def test_ranks_of_a_host_forward_tokens_where_this_saves_more_than_it_costs(

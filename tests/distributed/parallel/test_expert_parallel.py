@@ -29,7 +29,8 @@ from megatrain.tools.worker_pool import WorkerPool
 
 H, F, E, T = 6, 4, 8, 24
 """Channels, channels of experts, experts, tokens of all ranks."""
-KINDS = ["allgather", "alltoall", "hosts"]
+RANKS_PER_HOST = {"hosts": 2, "wide hosts": 4}
+KINDS = ["allgather", "alltoall", *RANKS_PER_HOST]
 CASES = ["even", "uneven", "one", "dropped", "none", "padded"]
 
 
@@ -153,8 +154,8 @@ def on_a_rank(
 def dispatcher_of(
     kind: str, rank: int, ep: int, etp: int = 1, rows_per_expert: RowsPerExpert | None = None
 ) -> tuple[TokenDispatcher, list[RankGroup]]:
-    """Return a dispatcher with its groups ep and etp. "hosts": an all-to-all to hosts of two ranks of ep."""
-    shape = GridShape(dp=ep * etp, ep=ep, etp=etp, ep_host=2 if kind == "hosts" else 1)
+    """Return a dispatcher with its groups ep and etp. "hosts": an all-to-all to hosts, then to the ranks of a host."""
+    shape = GridShape(dp=ep * etp, ep=ep, etp=etp, ep_host=RANKS_PER_HOST.get(kind, 1))
     hosts, peers = shape.expert_levels()
     ep_ranks, etp_ranks = (_group(name, shape.expert_lists(name), rank) for name in ("ep", "etp"))
     known = (E, ep_ranks, etp_ranks, rows_per_expert)
@@ -193,7 +194,7 @@ def test_one_rank_matches_a_loop_over_experts(case: str, top_k: int) -> None:
             for kind in KINDS
             for case in CASES
             for sizes in [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2)]
-            if kind != "hosts" or sizes[0] > 2
+            if sizes[0] > RANKS_PER_HOST.get(kind, 0)
         ],
     ),
 )
