@@ -166,7 +166,7 @@ def build_model(
         return new_builder(tp, cp, dtype, spec.norm, seed, attention, contexts.attention(layer), recipe)
 
     ranks = LayerRanks(
-        split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp),
+        split=TokenSplit(tp, cp), dp=grid.dp, parallel=ExpertParallel(grid.ep, grid.etp, grid.ep_steps),
         communication=communication, dtype=dtype, seed=seed,
     )  # fmt: skip
     split = (placement, stages, tower_stages, placement.num_stages - 1 if mtp_stage is None else mtp_stage)

@@ -35,6 +35,7 @@ def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = Non
         "embedding": shape.embedding_lists(),
     }
     heads, rings = shape.context_levels()
+    hosts, peers = shape.expert_levels()
     of_layers = {
         "tp": shape.rank_lists("tp"),
         "kv": shape.kv_lists(),
@@ -44,6 +45,8 @@ def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = Non
         "tp_cp": shape.rank_lists("tp-cp"),
         "etp": shape.expert_lists("etp"),
         "ep": shape.expert_lists("ep"),
+        "ep_host": hosts,
+        "ep_peers": peers,
     }
     of_replicas = {
         "dp": shape.rank_lists("dp"),

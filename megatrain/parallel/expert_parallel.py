@@ -13,17 +13,17 @@ Each rank has different tokens, all ranks equally many. An etp rank holds a slic
 token is sent to all etp ranks, and their outputs are summed.
 
 `LocalDispatcher` serves one rank. `AllToAllDispatcher` sends each token once to each rank with one of its experts and
-receives one sum from it; all ranks gather the experts and probabilities of all tokens before, so that the rows are all
-that an all-to-all sends. The host waits for the counts once per call. `AllGatherDispatcher` gathers all tokens on all
+receives one sum from it, or in two steps once to each host, whose ranks forward it and return one sum; all ranks gather the
+experts and probabilities of all tokens before, so that the rows are all that an all-to-all sends. The host waits for the
+counts once per call. `AllGatherDispatcher` gathers all tokens on all
 ranks: the host needs no counts, and memory holds every possible assignment, or those within a `RankCapacity`. With one etp
-rank, deterministic operations give both the same bits.
+rank, deterministic operations give both the same bits, if the all-to-all has one step.
 
 Communication overlaps the router, the shared expert and weight gradients: see `RowTransfer`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -33,13 +33,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.host_copy import HostCopy
+from megatrain.kernels.moe.dispatch_steps import StepRows, ends_of, even_ends, rows_of, sort_steps
 from megatrain.kernels.moe.permute import (
     Permutation,
     PermuteRows,
     PermuteValues,
     UnpermuteRows,
     sort_by_expert,
-    sort_by_rank,
     sort_by_source,
 )
 from megatrain.kernels.moe.routing import Routing
@@ -65,6 +65,8 @@ class ExpertParallel:
     """Ranks with different experts."""
     etp: RankGroup
     """Ranks that hold a slice of each expert's inner channels."""
+    steps: tuple[RankGroup, ...]
+    """Groups that an all-to-all of tokens crosses in turn: see `RankGrid.ep_steps`."""
 
     def own(self, num_experts: int) -> range:
         """Return the indices of the experts that this rank holds."""
@@ -154,6 +156,8 @@ class AllGatherDispatcher:
     ) -> None:
         self.num_experts, self.own_experts = num_experts, num_experts // ep.size
         self.ep, self.etp = ep, etp
+        self.gathers: tuple[RankGroup, ...] = (etp, ep)
+        """Groups over which all tokens are gathered; the ranks of the first are innermost."""
         self.rows_per_expert, self.give_turn, self.capacity = rows_per_expert, give_turn, capacity
 
     def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
@@ -195,17 +199,19 @@ class AllGatherDispatcher:
         return finish
 
     def _begin_gather(self, x: Tensor) -> tuple[Tensor, Transfer]:
-        """Begin to gather over etp and ep; of two gathers the first is complete."""
-        if self.ep.size == 1:
-            return begin_all_gather(x, self.etp)
-        return begin_all_gather(all_gather(x, self.etp), self.ep)
+        """Begin to gather over all ranks; of several gathers only the last is not complete."""
+        *first, last = [group for group in self.gathers if group.size > 1] or [self.ep]
+        for group in first:
+            x = all_gather(x, group)
+        return begin_all_gather(x, last)
 
     def _begin_reduction(self, x: Tensor) -> tuple[Tensor, Transfer]:
-        """Begin to sum over ep and etp and keep this rank's rows; of two sums the first is complete."""
-        if self.etp.size == 1:
-            is_ordered = torch.are_deterministic_algorithms_enabled()
-            return (begin_ordered_sum if is_ordered else begin_reduce_scatter)(x, self.ep)
-        return begin_reduce_scatter(reduce_scatter(x, self.ep), self.etp)
+        """Begin to sum over all ranks and keep this rank's rows; of several sums only the last is not complete."""
+        last, *first = [group for group in self.gathers if group.size > 1] or [self.ep]
+        for group in reversed(first):
+            x = reduce_scatter(x, group)
+        is_ordered = torch.are_deterministic_algorithms_enabled() and not first
+        return (begin_ordered_sum if is_ordered else begin_reduce_scatter)(x, last)
 
     def _sort_own(self, experts: Tensor, x: Tensor, token_rows: Tensor | None = None) -> Permutation:
         """Sort the assignments of all tokens to this rank's experts.
@@ -235,120 +241,103 @@ class AllToAllDispatcher(AllGatherDispatcher):
     """Sends tokens over ep to the ranks of their experts, which gather the received tokens over etp.
 
     The host must know the counts. A dry run has none, and assumes that all experts have the same load.
+
+    A token's sum has a fixed order, and each of its sums is rounded once: a rank adds its experts in the order of the router,
+    then a host its ranks in rank order, if there are two steps, then the token's rank the hosts or ranks that it has sent to.
+
+    Args:
+        steps: the groups that a token crosses in turn: see `ExpertParallel.steps`.
     """
 
     overlaps_combine = False  # the device needs work while the host waits
 
+    def __init__(
+        self,
+        num_experts: int,
+        ep: RankGroup,
+        etp: RankGroup,
+        rows_per_expert: RowsPerExpert | None = None,
+        give_turn: Callable[[], None] | None = None,
+        *,
+        steps: tuple[RankGroup, ...],
+    ) -> None:
+        super().__init__(num_experts, ep, etp, rows_per_expert, give_turn)
+        self.steps, self.gathers = steps, (*steps, self.etp)
+
     def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
         routing = route()
-        experts = routing.kept_experts
-        by_rank = sort_by_rank(experts, num_ranks=self.ep.size, experts_per_rank=self.own_experts)
         gathered, probs = self._begin_routing_gather(routing)()
-        by_source = self._sort_by_source(gathered)
-        by_expert = self._sort_own(gathered, x, by_source.rows)
-        counts = HostCopy(torch.cat((by_rank.ends, by_source.ends, by_expert.ends[-1:])))
-        outgoing = PermuteRows.apply(x, by_rank)
+        steps = sort_steps(gathered, self.num_experts, self.steps, self.etp)
+        by_expert = self._sort_own(gathered, x, steps[-1].by_source.rows)
+        counts = HostCopy(ends_of(steps, by_expert))
+        outgoing = PermuteRows.apply(x, steps[0].by_rank)
 
         def finish() -> DispatchedTokens:
-            splits = self._splits(None if x.is_meta else counts.read(), *experts.shape)
-            sent = RowTransfer(splits.begin, splits.reversed().begin, self.give_turn)
-            own_rows = sent.begin(outgoing)
-            received, own = by_source, by_expert
+            even = (steps, routing.experts, self.num_experts, self.etp)
+            ends = even_ends(*even) if x.is_meta else counts.read()
+            all_rows = rows_of(steps, ends, self.etp)
+            sends = [RowAllToAll(group, rows) for group, rows in zip(self.steps, all_rows, strict=True)]
+            received, own = steps[-1].by_source, by_expert
             if self.etp.size > 1:  # the rows of the etp ranks are padded to the most that one of them has
-                received = self._sort_by_source(gathered, splits.rows_after)
+                received = sort_by_source(
+                    gathered,
+                    self.etp.size,
+                    first_expert=self.ep.rank * self.own_experts,
+                    num_experts=self.own_experts,
+                    rows_per_source=sends[-1].rows.num_received,
+                )
                 own = self._sort_own(gathered, x, received.rows)
-            rows = all_gather_rows(sent.finish(own_rows), self.etp)
+            rows = outgoing
+            for number, send in enumerate(sends):
+                rows = PermuteRows.apply(rows, send.rows.by_rank) if number else rows
+                sent = RowTransfer(send.begin, send.begin_return, self.give_turn)
+                rows = sent.finish(sent.begin(rows))
+            rows = all_gather_rows(rows, self.etp)
             received = received._replace(assignments=received.assignments[: len(rows)])
-            own = own._replace(
-                rows=own.rows[: len(rows)], assignments=own.assignments[: splits.num_assignments]
-            )
+            own = own._replace(rows=own.rows[: len(rows)], assignments=own.assignments[: max(ends[-1], 1)])
             dispatched = _permuted(rows, PermuteRows.apply(probs, received), own, sent)
-            return dispatched._replace(state=DispatchState(by_rank, splits, own))
+            return dispatched._replace(state=(sends, own))
 
         return finish
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
-        state: DispatchState = dispatched.state
-        returned = RowTransfer(state.splits.reversed().begin, state.splits.begin, self.give_turn)
-        own = returned.begin(reduce_scatter_rows(_unpermuted(out, state.by_expert), self.etp))
-        return lambda: _unpermuted(returned.finish(own), state.by_rank)
+        sends, by_expert = dispatched.state
+        sums = reduce_scatter_rows(_unpermuted(out, by_expert), self.etp)
 
-    def _sort_by_source(self, gathered: Tensor, rows_per_etp: int | None = None) -> Permutation:
-        """Sort the tokens of all ranks that this rank receives, in the order of their rows."""
-        return sort_by_source(
-            gathered,
-            (self.ep.size, self.etp.size),
-            first_expert=self.ep.rank * self.own_experts,
-            num_experts=self.own_experts,
-            rows_per_etp=rows_per_etp,
-        )
+        def finish() -> Tensor:
+            rows = sums
+            for send in reversed(sends):
+                returned = RowTransfer(send.begin_return, send.begin, self.give_turn)
+                rows = _unpermuted(returned.finish(returned.begin(rows)), send.rows.by_rank)
+            return rows
 
-    def _splits(self, ends: list[int] | None, num_tokens: int, top_k: int) -> AllToAllSplits:
-        """Return the splits; None: those of an even load.
-
-        Args:
-            ends: of the tokens sent to each ep rank; of those received from each rank, [etp, ep]; of the assignments to own experts.
-        """
-        ep, etp = self.ep.size, self.etp.size
-        if ends is None:
-            tokens, num_assignments = self._even_counts(num_tokens, top_k)
-            to_ranks, from_ranks = [tokens] * ep, [tokens] * ep * etp
-        else:
-            to_ranks, from_ranks = _differences(ends[:ep]), _differences(ends[ep:-1])
-            num_assignments = ends[-1]
-        by_etp = [from_ranks[number * ep : (number + 1) * ep] for number in range(etp)]
-        return AllToAllSplits(
-            self.ep,
-            to_ranks,
-            by_etp[self.etp.rank],
-            rows_before=num_tokens * min(top_k, ep),
-            rows_after=max(*(sum(each) for each in by_etp), 1),
-            num_assignments=max(num_assignments, 1),
-        )
-
-    def _even_counts(self, num_tokens: int, top_k: int) -> tuple[int, int]:
-        """Return tokens between two ranks and assignments to this rank if all experts have the same load."""
-        elsewhere = math.comb(self.num_experts - self.own_experts, top_k) / math.comb(self.num_experts, top_k)
-        return max(round(num_tokens * (1 - elsewhere)), 1), num_tokens * top_k * self.etp.size
+        return finish
 
 
-@dataclass(frozen=True)
-class AllToAllSplits:
-    """Numbers of rows that an all-to-all sends to and receives from each rank."""
+class RowAllToAll(NamedTuple):
+    """An all-to-all of the rows of a step, and its way back."""
 
     group: RankGroup
-    to_ranks: list[int]
-    from_ranks: list[int]
-    rows_before: int
-    """Allocated rows before and after the all-to-all; rows that are not sent are never read."""
-    rows_after: int
-    num_assignments: int = 0
-    """Assignments of the tokens that all etp ranks received to this rank's experts; the fewest rows of these is 1."""
-
-    def reversed(self) -> AllToAllSplits:
-        return AllToAllSplits(self.group, self.from_ranks, self.to_ranks, self.rows_after, self.rows_before)
+    rows: StepRows
 
     def begin(self, x: Tensor) -> tuple[Tensor, Transfer]:
         """Begin to send rows; returns the received rows, then uninitialised rows."""
-        outgoing = x[: sum(self.to_ranks)].contiguous()
-        out = x.new_empty(self.rows_after, *x.shape[1:])
-        incoming = out[: sum(self.from_ranks)]
+        return self._begin(x, self.rows.to_ranks, self.rows.from_ranks, self.rows.num_received)
+
+    def begin_return(self, x: Tensor) -> tuple[Tensor, Transfer]:
+        """Begin to send received rows back."""
+        num_rows = len(self.rows.by_rank.assignments)
+        return self._begin(x, self.rows.from_ranks, self.rows.to_ranks, num_rows)
+
+    def _begin(
+        self, x: Tensor, to_ranks: list[int], from_ranks: list[int], num_rows: int
+    ) -> tuple[Tensor, Transfer]:
+        outgoing = x[: sum(to_ranks)].contiguous()
+        out = x.new_empty(num_rows, *x.shape[1:])
+        incoming = out[: sum(from_ranks)]
         return out, begin_all_to_all_into(
-            incoming, outgoing, self.group, to_ranks=self.to_ranks, from_ranks=self.from_ranks
+            incoming, outgoing, self.group, to_ranks=to_ranks, from_ranks=from_ranks
         )
-
-
-class DispatchState(NamedTuple):
-    """The two permutations of an all-to-all dispatch, of own and of received tokens, and the splits between them."""
-
-    by_rank: Permutation
-    splits: AllToAllSplits
-    by_expert: Permutation
-
-
-def _differences(ends: list[int]) -> list[int]:
-    """Return the lengths of consecutive ranges from their ends."""
-    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _num_padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:

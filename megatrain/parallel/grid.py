@@ -95,6 +95,10 @@ class RankGrid:
     """Ranks that share each expert; `tp` without experts."""
     ep: RankGroup
     """Ranks with different experts."""
+    ep_host: RankGroup
+    """Ranks of `ep` that forward tokens to one another, on one host; this rank alone if tokens are not forwarded."""
+    ep_peers: RankGroup
+    """Ranks of `ep` with the same index in their `ep_host` groups; else this rank alone."""
     dp: RankGroup
     """Ranks that read different samples."""
     replicas: RankGroup
@@ -110,6 +114,11 @@ class RankGrid:
     matrix: RankGroup
     """Ranks of `tp` and `dp_shard` together; this rank alone unless an optimizer needs whole matrices."""
     expert_matrix: RankGroup
+
+    @property
+    def ep_steps(self) -> tuple[RankGroup, ...]:
+        """The groups that a token crosses in turn to the ranks of its experts."""
+        return (self.ep,) if 1 in (self.ep_host.size, self.ep_peers.size) else (self.ep_peers, self.ep_host)
 
     def family(self, family: Family) -> FamilyGroups:
         """Return the groups of a family of parameters."""

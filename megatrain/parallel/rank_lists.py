@@ -54,6 +54,8 @@ class GridShape:
     pp: int = 1
     ep: int = 1
     """Number of ranks with different experts."""
+    ep_host: int = 1
+    """Number of consecutive ranks of ep that forward tokens to one another, on one host; 1: tokens are not forwarded."""
     etp: int | None = None
     """Number of ranks that share each expert. None: there are no experts; they share the groups of dense layers."""
     kv_copies: int = 1
@@ -130,10 +132,11 @@ class GridShape:
 
     def context_levels(self) -> tuple[RankLists, RankLists]:
         """Return the runs of context ranks that exchange heads, and the ranks with the same index in them."""
-        lists, size = self.rank_lists("cp"), self.cp_heads
-        if size == 1:
-            return [], []
-        return _runs(lists, size), [ranks[index::size] for ranks in lists for index in range(size)]
+        return _levels(self.rank_lists("cp"), self.cp_heads)
+
+    def expert_levels(self) -> tuple[RankLists, RankLists]:
+        """Return the runs of ranks of ep that forward tokens to one another, and the ranks with the same index in them."""
+        return _levels(self.expert_lists("ep"), self.ep_host)
 
     def pack_lists(self) -> dict[str, RankLists]:
         """Return the runs of replicas that may share a pack, by the name of each size above one."""
@@ -211,6 +214,13 @@ def _rank_lists(sizes: Mapping[str, int], order: str, axes: str) -> RankLists:
     members = int(np.prod([sizes[name] for name in varying]))
     lists: RankLists = ranks.transpose([dims[name] for name in slow_to_fast]).reshape(-1, members).tolist()
     return lists
+
+
+def _levels(lists: RankLists, size: int) -> tuple[RankLists, RankLists]:
+    """Cut each list into runs of consecutive ranks; return the runs, and the ranks with the same index in them."""
+    if size == 1:
+        return [], []
+    return _runs(lists, size), [ranks[index::size] for ranks in lists for index in range(size)]
 
 
 def _runs(lists: RankLists, size: int) -> RankLists:

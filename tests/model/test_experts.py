@@ -66,7 +66,7 @@ def branch_of(spec: ExpertsSpec) -> tuple[ExpertBranch, Weights, Weights]:
         output_init_std=1,
     )  # fmt: skip
     ranks = LayerRanks(
-        split=TokenSplit(tp, cp), dp=GROUPS["dp"], parallel=ExpertParallel(GROUPS["ep"], GROUPS["etp"]),
+        split=TokenSplit(tp, cp), dp=GROUPS["dp"], parallel=ExpertParallel(GROUPS["ep"], GROUPS["etp"], (GROUPS["ep"],)),
         dtype=torch.float64, seed=0,
     )  # fmt: skip
     branch = expert_branch(spec, LayerContext(gpt, 0, builder, ranks, lambda _: None, Recompute()))

@@ -23,17 +23,20 @@ from megatrain.parallel.rank_capacity import RankCapacity
         ("bounded", 2, 1, 48, 4),
         ("alltoall", 2, 1, 24, 4),
         ("alltoall", 4, 2, 48, 2),
+        ("hosts", 4, 2, 48, 2),
     ],
 )
 def test_rows_on_the_meta_device_are_those_of_an_even_load(
     kind: str, ep: int, etp: int, rows: int, own_experts: int
 ) -> None:
     groups = [RankGroup(name, tuple(range(size)), 0) for name, size in (("ep", ep), ("etp", etp))]
+    steps = tuple(RankGroup(name, (0, 1), 0) for name in ("ep_peers", "ep_host"))
     dispatcher = {
         "local": lambda: LocalDispatcher(8),
         "allgather": lambda: AllGatherDispatcher(8, *groups),
         "bounded": lambda: AllGatherDispatcher(8, *groups, capacity=RankCapacity(1.5 if ep == 4 else 9)),
-        "alltoall": lambda: AllToAllDispatcher(8, *groups),
+        "alltoall": lambda: AllToAllDispatcher(8, *groups, steps=groups[:1]),
+        "hosts": lambda: AllToAllDispatcher(8, *groups, steps=steps),
     }[kind]()
     x = torch.empty(8, 16, device="meta", requires_grad=True)
     weights = torch.empty(8, 3, device="meta", requires_grad=True)

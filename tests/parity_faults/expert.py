@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.kernels.moe import permute, routing
+from megatrain.kernels.moe import dispatch_steps, permute, routing
 from megatrain.kernels.moe.permute import Permutation, sort_by_expert, unpermute_values
 from megatrain.kernels.moe.routing import load_quantiles, within_capacity
 from megatrain.kernels.moe.routing_losses import load_balancing_loss
@@ -26,6 +26,7 @@ from megatrain.parallel import expert_parallel
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.data_parallel import GradientReduction
+from megatrain.parallel.expert_parallel import RowAllToAll
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import ParamLayout
 from megatrain.parallel.pipeline.interleave import Turns, Work
@@ -233,6 +234,45 @@ def _capacity_per_rank() -> AbstractContextManager[Any]:
     return mock.patch.object(routing, "within_capacity", own_room)
 
 
+def _host_sum_doubled() -> AbstractContextManager[Any]:
+    """Add the sum that the first host returns twice."""
+    begin_return = RowAllToAll.begin_return
+
+    def doubled(self: RowAllToAll, x: Tensor) -> tuple[Tensor, Transfer]:
+        out, transfer = begin_return(self, x)
+        if self.group.name == "ep_peers":
+            transfer.wait()
+            out[: self.rows.to_ranks[0]] *= 2
+        return out, transfer
+
+    return mock.patch.object(RowAllToAll, "begin_return", doubled)
+
+
+def _forwarded_to_other_rank() -> AbstractContextManager[Any]:
+    """Forward the rows of the last rank of a host to its first one."""
+    begin = RowAllToAll.begin
+
+    def turned(self: RowAllToAll, x: Tensor) -> tuple[Tensor, Transfer]:
+        if self.group.name == "ep_host":
+            sent = sum(self.rows.to_ranks)
+            x = torch.cat((x[:sent].roll(self.rows.to_ranks[-1], 0), x[sent:]))
+        return begin(self, x)
+
+    return mock.patch.object(RowAllToAll, "begin", turned)
+
+
+def _second_host_forgotten() -> AbstractContextManager[Any]:
+    """Send a token with experts on two hosts to the first of them alone."""
+    sort_steps = dispatch_steps.sort_steps
+
+    def once(experts: Tensor, num_experts: int, *known: Any) -> Any:
+        host = experts.div(num_experts // 2, rounding_mode="floor")
+        is_lost = (host == 1) & (host == 0).any(1, keepdim=True)
+        return sort_steps(experts.masked_fill(is_lost, -1), num_experts, *known)
+
+    return mock.patch.object(expert_parallel, "sort_steps", once)
+
+
 EXPERT_FAULTS: dict[str, tuple[Patch, str]] = {
     "expert gradients of another scale": (_expert_gradients_scaled, "dp2 mixtral ep2"),
     "gradient norm without experts": (_norm_without_experts, "dp2 mixtral ep2"),
@@ -245,6 +285,9 @@ EXPERT_FAULTS: dict[str, tuple[Patch, str]] = {
     "late weight gradients dropped": (_late_gradients_dropped, "dp2 mixtral ep2"),
     "weight gradients of passes in turn dropped": (_gradients_in_turn_dropped, "dp2 mixtral ep2 moeoverlap"),
     "rows computed by another expert": (_experts_reversed, "dp2 mixtral ep2 alltoall"),
+    "the sum of a host added twice": (_host_sum_doubled, "dp4 mixtral ep4 hosts"),
+    "tokens forwarded to another rank of the host": (_forwarded_to_other_rank, "dp4 mixtral ep4 hosts"),
+    "the second host of a token forgotten": (_second_host_forgotten, "dp4 mixtral ep4 hosts"),
     "assignments above a rank's capacity dropped": (_overflow_ignored, "dp2 mixtral ep2 scarce"),
     "loads of the attempt before": (_loads_of_the_attempt_before, "dp2 mixtral ep2 scarce"),
     "gradients of a failed attempt kept": (_gradients_of_a_failed_attempt_kept, "dp2 mixtral ep2 scarce"),

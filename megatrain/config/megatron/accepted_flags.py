@@ -74,8 +74,8 @@ ACCEPTED_FLAGS: Final = (
         "--moe-permute-fusion --moe-router-fusion --use-fused-weighted-squared-relu",
     ),
     accepted(
-        "DeepEP and HybridEP are not used: the all-to-all of megatrain sends each token once to each rank with one of its"
-        " experts, and receives one sum from it",
+        "DeepEP and HybridEP are not used: the all-to-all of megatrain sends a token once to each rank with some of its experts,"
+        " or where it saves time once to each host (--moe-alltoall-ranks-per-host), and receives one sum from it",
         "--moe-flex-dispatcher-backend=* --moe-flex-dispatcher-num-sms=* --moe-enable-deepep --moe-deepep-num-sms=*"
         " --moe-hybridep-num-sms=* --moe-hybridep-num-sms-preprocessing=* --moe-hybridep-num-blocks-permute=*"
         " --moe-hybridep-num-blocks-unpermute=* --moe-hybridep-pad-uneven-dispatch-inputs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -55,6 +56,17 @@ class RouterSpec:
     is_forced: bool = False
     """Select experts at random, for speed measurements with even loads."""
 
+    def share_of_tokens(self, parts: int) -> float:
+        """Return the share of the tokens that have experts in one of `parts` equal parts of all experts, if loads are equal.
+
+        A router of groups selects experts of `group_top_k` groups only (node-limited routing, arXiv:2412.19437, section 2.1.2).
+        """
+        groups, kept = self.num_groups or 1, self.group_top_k or 1
+        part, group = self.num_experts // parts, max(self.num_experts // groups, 1)
+        if part >= group:  # of whole groups: it has tokens if one of these is kept
+            return _chosen(groups, part // group, kept)
+        return kept / groups * _chosen(kept * group, part, self.top_k)
+
     @property
     def has_selection_bias(self) -> bool:
         """The model has a bias per expert for the selection, which is no parameter."""
@@ -64,6 +76,11 @@ class RouterSpec:
     def has_bias_updates(self) -> bool:
         """That bias is updated from other numbers than the loads: load quantiles, or loads without dropped assignments."""
         return self.quantile_ema is not None or (self.has_expert_bias and self.capacity_factor is not None)
+
+
+def _chosen(number: int, part: int, top_k: int) -> float:
+    """Return the probability that one of `top_k` random choices of `number` is in a part of them."""
+    return 1 - math.comb(number - part, top_k) / max(math.comb(number, top_k), 1)
 
 
 @dataclass(frozen=True, kw_only=True)

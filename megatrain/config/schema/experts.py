@@ -180,6 +180,17 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
         AUTO, on_resume=SAFE, needs=one_of("experts.moe_token_dispatcher_type", "alltoall")
     )
     """All-gather all tokens in place of --moe-token-dispatcher-type alltoall: the host waits for no counts. auto: where most tokens go to each rank anyway, on GPUs of one host, or nearly all. Not in Megatron-LM."""
+    moe_alltoall_ranks_per_host: int = setting(
+        AUTO,
+        at_least=1,
+        on_resume=SAFE,
+        needs=(
+            one_of("experts.moe_token_dispatcher_type", "alltoall"),
+            off("experts.moe_alltoall_as_allgather"),
+            above("parallel.expert_model_parallel_size", 1),
+        ),
+    )
+    """Ranks of --expert-model-parallel-size on each host: the all-to-all sends a token once to each host with some of its experts, where ranks forward it to one another, and receives one sum from it. 1: a token goes once to each rank. auto: the ranks of a host where this saves more on the network than forwarding costs, else 1. Not in Megatron-LM."""
     moe_expert_rank_capacity_factor: float | None = setting(
         AUTO,
         above=0,
@@ -194,6 +205,6 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
 
     @property
     def sends_by_alltoall(self) -> bool:
-        """Return whether an all-to-all sends tokens to expert ranks, of a resolved configuration."""
-        is_given = self.moe_token_dispatcher_type == "alltoall"  # noqa: S105 (no password)
+        """Return whether an all-to-all sends tokens to expert ranks; `flex` does, too."""
+        is_given = self.moe_token_dispatcher_type != "allgather"  # noqa: S105 (no password)
         return is_given and not self.moe_alltoall_as_allgather

@@ -16,7 +16,7 @@ _PACKS = on("data.pack_documents")
 _NCCL = one_of("parallel.distributed_backend", "nccl")
 NCCL_GROUPS: Final = {
     "tp": "tp kv", "cp": "cp cp_heads cp_ring", "hcp": "cp_heads cp_ring", "tp_cp": "tp_cp", "pp": "pp", "embd": "embedding",
-    "dp": "dp", "dp_cp": "dp replicas", "intra_dp_cp": "dp replicas dp_shard", "inter_dp_cp": "dp_copies", "ep": "ep",
+    "dp": "dp", "dp_cp": "dp replicas", "intra_dp_cp": "dp replicas dp_shard", "inter_dp_cp": "dp_copies", "ep": "ep ep_host ep_peers",
     "ep_tp": "etp", "ep_dp": "expert_replicas expert_shard", "intra_ep_dp": "expert_shard", "inter_ep_dp": "expert_copies",
     "pos_embd": "", "mp": "", "tp_dp": "", "tp_dp_cp": "", "tp_ep_mp": "", "tp_ep_pp": "",
 }  # fmt: skip

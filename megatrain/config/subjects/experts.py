@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 from megatrain.config.derive.patterns import PatternError, parse_expert_pattern
 from megatrain.config.errors import Problem
 from megatrain.config.fixes import Change, divisors, multiples, use
+from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.config.plan import DerivedValue, Draft, Plan
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule, unproven
 from megatrain.config.schema.experts import ExpertsConfig
@@ -20,6 +20,8 @@ GPUS_PER_HOST: Final = 8
 """Assumed where it is not known."""
 _MIN_SENT: Final = {True: 0.5, False: 0.9}
 """Smallest part of the tokens that an all-to-all sends to each rank, if all-gathering them all is to be faster: among GPUs of one host, and elsewhere."""
+_FORWARDED: Final = 3
+"""Rows that the ranks of a host forward in less time than the network needs for one row."""
 _MAX_ROWS: Final = 2
 """Largest number of rows of experts that an all-gather reserves, relative to an even load, for every possible assignment."""
 _CAPACITY: Final = 1.25
@@ -268,7 +270,7 @@ def expert_ranks_have_experts(draft: Draft) -> Problems:
 
 @overrides("experts.moe_token_dispatcher_type")
 def flex_is_alltoall(draft: Draft) -> DerivedValue | None:
-    """Override the dispatcher that needs DeepEP or HybridEP by the one that sends the same tokens."""
+    """Override the dispatcher that needs DeepEP or HybridEP by the one that sends the same tokens over the same links."""
     if draft.config.experts.moe_token_dispatcher_type != "flex":  # noqa: S105 (no password)
         return None
     return DerivedValue(
@@ -324,9 +326,7 @@ def all_gather_of_tokens(experts: ExpertsConfig, ep: int, *, on_gpus_of_host: bo
         return DerivedValue(False, "--moe-token-dispatcher-type alltoall is not given")
     if ep == 1 or number % ep or top_k > number:
         return DerivedValue(False, f"--expert-model-parallel-size {ep}")
-    sent = _chosen(number, ep, top_k)
-    if experts.moe_router_num_groups is not None and experts.moe_router_group_topk is not None:
-        sent = min(sent, _chosen(experts.moe_router_num_groups, ep, experts.moe_router_group_topk))
+    sent = _router(experts).share_of_tokens(ep)
     expected = f"with an even load {100 * sent:.1f} % of the tokens go to each rank"
     if sent < _MIN_SENT[on_gpus_of_host]:
         return DerivedValue(False, expected)
@@ -336,10 +336,56 @@ def all_gather_of_tokens(experts: ExpertsConfig, ep: int, *, on_gpus_of_host: bo
     return DerivedValue(True, f"{expected}, and the host waits for no counts")
 
 
-def _chosen(number: int, ranks: int, top_k: int) -> float:
-    """Return the probability that a rank holds one of `top_k` random choices of `number` that the ranks share."""
-    elsewhere = number - number // ranks
-    return 1 - math.comb(elsewhere, top_k) / max(math.comb(number, top_k), 1)
+def _router(experts: ExpertsConfig) -> RouterSpec:
+    """Return the choice of experts that these settings describe."""
+    return RouterSpec(
+        num_experts=experts.num_experts or 1,
+        top_k=experts.moe_router_topk,
+        num_groups=experts.moe_router_num_groups,
+        group_top_k=experts.moe_router_group_topk,
+    )
+
+
+@derives("experts.moe_alltoall_ranks_per_host")
+def moe_alltoall_ranks_per_host(draft: Draft) -> DerivedValue:
+    per_host = draft.facts.ranks_per_node or GPUS_PER_HOST
+    if not draft.config.experts.sends_by_alltoall:
+        return DerivedValue(1, "--moe-token-dispatcher-type sends no tokens by all-to-all")
+    if draft.facts.world_size <= per_host:
+        return DerivedValue(1, "all ranks are on one host")
+    ep, etp = draft.config.parallel.expert_model_parallel_size, draft.derived.expert_tensor_parallel_size
+    return ranks_that_forward(draft.config.experts, ep, etp, per_host)
+
+
+def ranks_that_forward(experts: ExpertsConfig, ep: int, etp: int, per_host: int) -> DerivedValue:
+    """Decide how many ranks of `ep`, those of a host, forward tokens to one another; 1: a token is sent to each rank."""
+    host, number = per_host // etp, experts.num_experts or 1
+    if ep <= host:
+        return DerivedValue(1, "the ranks of experts are on one host")
+    if host < 2 or per_host % etp or ep % host or number % ep or experts.moe_router_topk > number:
+        return DerivedValue(
+            1, f"{ep} * {etp} ranks of experts are not two or more on each host of {per_host}"
+        )
+    hosts, router = ep // host, _router(experts)
+    to_rank, to_host = router.share_of_tokens(ep), router.share_of_tokens(hosts)
+    once_per_rank, once_per_host = (ep - host) * to_rank, (hosts - 1) * to_host
+    sent = (
+        f"with an even load {once_per_host:.3g} copies of a token go to other hosts, not {once_per_rank:.3g}"
+    )
+    if (once_per_rank - once_per_host) * _FORWARDED < (host - 1) * (hosts - 1) * to_rank:
+        return DerivedValue(1, f"{sent}, which saves less than forwarding costs")
+    return DerivedValue(host, sent)
+
+
+@rule
+def ranks_of_a_host_divide_expert_ranks(draft: Draft) -> Problems:
+    experts, ep = draft.config.experts, draft.config.parallel.expert_model_parallel_size
+    host = experts.moe_alltoall_ranks_per_host
+    if experts.sends_by_alltoall and ep > 1 and ep % host:
+        yield Problem(
+            f"--expert-model-parallel-size {ep} does not divide into hosts of --moe-alltoall-ranks-per-host {host}",
+            use(draft, divisors("experts.moe_alltoall_ranks_per_host", ep, host)),
+        )
 
 
 @rule

@@ -29,21 +29,16 @@ _PAIRS = 8192
 class Columns(NamedTuple):
     """The rule of a sort: it gives each item a column, or none.
 
-        EXPERT    items are assignments            column: expert - first
-        RANK      items are (token, rank) pairs    column: the rank, if the token has one of its `size` experts
-        SOURCE    items are tokens                 column: that of the rank of the token, if it has one of `size` experts from `first`
-
-    A token of rank r is in column r % inner * stride + r // inner * step.
+    EXPERT    items are assignments            column: expert - first
+    RANK      items are (token, rank) pairs    column: the rank, if the token has one of its `size` experts; `first`: of rank 0
+    SOURCE    items are tokens                 column: the source of the token, if it has one of `size` experts from `first`
     """
 
     kind: int
     number: int
     first: int = 0
     size: int = 0
-    tokens_per_rank: int = 1
-    inner: int = 1
-    stride: int = 0
-    step: int = 0
+    tokens_per_source: int = 1
 
 
 EXPERT, RANK, SOURCE = range(3)
@@ -63,7 +58,7 @@ def sort_items(
     Args:
         experts: [t, k].
         kept: bool [t, k], for EXPERT.
-        token_rows: int64 [t], for EXPERT: the assignments are those of rows that hold the tokens, numbered row by row; -1: none.
+        token_rows: int64 [t], for EXPERT and RANK: the items are those of rows that hold the tokens, numbered row by row; -1: none.
     """
     num_tokens, top_k = experts.shape
     experts, device = experts.contiguous(), experts.device
@@ -133,7 +128,7 @@ def gather_values(x: Tensor, index: Tensor) -> Tensor:
 
 @jit
 def _column_of(
-    EXPERTS_OF, KEPT, item, num_items, first, size, tokens_per_rank, inner, stride, step,
+    EXPERTS_OF, KEPT, item, num_items, first, size, tokens_per_source,
     HAS_KEPT: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
     """Return each item's column; -1 if it has none."""
@@ -145,9 +140,8 @@ def _column_of(
             inside = inside & (tl.load(KEPT + item, mask=inside, other=0) != 0)
     else:
         token = item // COLUMNS if KIND == 1 else item
-        rank = item % COLUMNS if KIND == 1 else item // tokens_per_rank
-        start = rank * size if KIND == 1 else rank * 0 + first
-        column = rank if KIND == 1 else rank % inner * stride + rank // inner * step
+        column = item % COLUMNS if KIND == 1 else item // tokens_per_source
+        start = first + (column * size if KIND == 1 else column * 0)
         has_one = item < 0
         for slot in tl.static_range(TOP_K):
             expert = tl.load(EXPERTS_OF + token * TOP_K + slot, mask=inside, other=-1)
@@ -157,7 +151,7 @@ def _column_of(
 
 
 def _count(
-    EXPERTS_OF, KEPT, COUNTS, num_items, rounds, first, size, tokens_per_rank, inner, stride, step,
+    EXPERTS_OF, KEPT, COUNTS, num_items, rounds, first, size, tokens_per_source,
     HAS_KEPT: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -167,14 +161,14 @@ def _count(
     for number in range(rounds):
         item = (tile * rounds + number) * AT_ONCE + tl.arange(0, AT_ONCE)
         found = _column_of(
-            EXPERTS_OF, KEPT, item, num_items, first, size, tokens_per_rank, inner, stride, step, HAS_KEPT, KIND, COLUMNS, TOP_K
+            EXPERTS_OF, KEPT, item, num_items, first, size, tokens_per_source, HAS_KEPT, KIND, COLUMNS, TOP_K
         )  # fmt: skip
         total += tl.sum((found[:, None] == column[None, :]).to(tl.int32), axis=0)
     tl.store(COUNTS + tile * WIDTH + column, total)
 
 
 def _place(
-    EXPERTS_OF, KEPT, COUNTS, ROWS, ASSIGNMENTS, ENDS, TOKEN_ROWS, num_items, rounds, first, size, tokens_per_rank, inner, stride, step,
+    EXPERTS_OF, KEPT, COUNTS, ROWS, ASSIGNMENTS, ENDS, TOKEN_ROWS, num_items, rounds, first, size, tokens_per_source,
     tiles, num_rows, rows_per_column,
     HAS_KEPT: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr, HAS_HOLES: tl.constexpr, HAS_TOKEN_ROWS: tl.constexpr,
@@ -195,16 +189,17 @@ def _place(
     for number in range(rounds):
         item = (tile * rounds + number) * AT_ONCE + tl.arange(0, AT_ONCE)
         found = _column_of(
-            EXPERTS_OF, KEPT, item, num_items, first, size, tokens_per_rank, inner, stride, step, HAS_KEPT, KIND, COLUMNS, TOP_K
+            EXPERTS_OF, KEPT, item, num_items, first, size, tokens_per_source, HAS_KEPT, KIND, COLUMNS, TOP_K
         )  # fmt: skip
         is_to = (found[:, None] == column[None, :]).to(tl.int32)
         row = tl.sum(is_to * (next_row[None, :] + tl.cumsum(is_to, axis=0) - 1), axis=1)
         row = tl.where((found < 0) | (row >= num_rows), -1, row)
         inside = item < num_items
         if HAS_TOKEN_ROWS:
-            token_row = tl.load(TOKEN_ROWS + item // TOP_K, mask=inside, other=-1)
+            per_token = TOP_K if KIND == 0 else COLUMNS
+            token_row = tl.load(TOKEN_ROWS + item // per_token, mask=inside, other=-1)
             inside = inside & (token_row >= 0)
-            item = token_row * TOP_K + item % TOP_K
+            item = token_row * per_token + item % per_token
         tl.store(ROWS + item, row.to(tl.int64), mask=inside)
         tl.store(ASSIGNMENTS + row, item.to(tl.int64), mask=row >= 0)
         next_row += tl.sum(is_to, axis=0)
@@ -215,7 +210,7 @@ def _place(
             tl.store(ASSIGNMENTS + row, tl.full([AT_ONCE], -1, tl.int64), mask=row < num_rows)
 
 
-_NUMBERS = ("num_items", "rounds", "first", "size", "tokens_per_rank", "inner", "stride", "step")
+_NUMBERS = ("num_items", "rounds", "first", "size", "tokens_per_source")
 _count_items = jit(_count, _NUMBERS)
 _place_items = jit(_place, (*_NUMBERS, "tiles", "num_rows", "rows_per_column"))
 

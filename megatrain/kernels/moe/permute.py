@@ -93,64 +93,64 @@ def _of_token_rows(permutation: Permutation, token_rows: Tensor) -> Permutation:
     return permutation._replace(rows=of_rows, assignments=of_assignments.masked_fill(assignments < 0, -1))
 
 
-def sort_by_rank(experts: Tensor, *, num_ranks: int, experts_per_rank: int) -> Permutation:
+def sort_by_rank(
+    experts: Tensor,
+    *,
+    num_ranks: int,
+    experts_per_rank: int,
+    first_expert: int = 0,
+    token_rows: Tensor | None = None,
+) -> Permutation:
     """Sort tokens by the ranks of their experts; a token has one row for each rank with at least one of them.
 
     Args:
-        experts: integers [t, k]; -1: none.
+        experts: integers [t, k]; -1: none. The ranks have those from `first_expert` on.
+        token_rows: see `sort_by_expert`.
     Returns:
         A permutation of (token, rank) pairs, its rows [t, ranks]; min(k, ranks) rows per token are allocated.
     """
     num_tokens, top_k = experts.shape
     num_rows = num_tokens * min(top_k, num_ranks)
     if is_fused(experts) and num_ranks <= fused.MAX_EXPERTS:
-        columns = fused.Columns(fused.RANK, num_ranks, size=experts_per_rank)
-        return Permutation(*fused.sort_items(experts, columns, num_rows=num_rows))
+        columns = fused.Columns(fused.RANK, num_ranks, first_expert, experts_per_rank)
+        return Permutation(*fused.sort_items(experts, columns, num_rows=num_rows, token_rows=token_rows))
     ranks = torch.arange(num_ranks, device=experts.device)
-    is_sent = (experts.div(experts_per_rank, rounding_mode="floor")[..., None] == ranks).any(1)
-    return sort_by_expert_reference(ranks.expand_as(is_sent), num_ranks, num_rows, 0, is_sent, None)
+    rank_of = (experts - first_expert).div(experts_per_rank, rounding_mode="floor")
+    is_sent = (rank_of[..., None] == ranks).any(1)
+    found = sort_by_expert_reference(ranks.expand_as(is_sent), num_ranks, num_rows, 0, is_sent, None)
+    return found if token_rows is None else _of_token_rows(found, token_rows)
 
 
 def sort_by_source(
     experts: Tensor,
-    sources: tuple[int, int],
+    num_sources: int,
     *,
     first_expert: int,
     num_experts: int,
-    rows_per_etp: int | None = None,
+    rows_per_source: int | None = None,
 ) -> Permutation:
-    """Sort the tokens that have some of `num_experts` experts from `first_expert` on, by the ranks from which they come.
+    """Sort the tokens that have some of `num_experts` experts from `first_expert` on, by the sources from which they come.
 
     Args:
-        experts: integers [ep * etp * t, k], of t tokens of each rank; -1: none.
-        sources: numbers of ranks ep and etp.
-        rows_per_etp: rows of each etp rank, the last ones unused. None: no rows are unused.
+        experts: integers [sources * t, k], of t tokens of each source; -1: none.
+        rows_per_source: rows of each source, the last ones unused. None: no rows are unused.
     Returns:
-        A permutation with one assignment per token, in the order (etp, ep, t). Its ends are those of the ranks in the order
-        (etp, ep), or with `rows_per_etp` of the etp ranks.
+        A permutation with one assignment per token; its ends are those of the sources.
     """
-    num_tokens, (ep, etp) = len(experts), sources
-    is_padded = rows_per_etp is not None
-    count = etp if is_padded else etp * ep
-    num_rows = etp * rows_per_etp if rows_per_etp is not None else num_tokens
-    if is_fused(experts) and count <= fused.MAX_EXPERTS:
+    num_tokens = len(experts)
+    num_rows = num_tokens if rows_per_source is None else num_sources * rows_per_source
+    if is_fused(experts) and num_sources <= fused.MAX_EXPERTS:
         columns = fused.Columns(
-            fused.SOURCE,
-            count,
-            first_expert,
-            num_experts,
-            tokens_per_rank=num_tokens // (ep * etp),
-            inner=etp,
-            stride=1 if is_padded else ep,
-            step=0 if is_padded else 1,
+            fused.SOURCE, num_sources, first_expert, num_experts, num_tokens // num_sources
         )
         return Permutation(
-            *fused.sort_items(experts, columns, num_rows=num_rows, rows_per_column=rows_per_etp)
+            *fused.sort_items(experts, columns, num_rows=num_rows, rows_per_column=rows_per_source)
         )
-    rank = torch.arange(num_tokens, device=experts.device) // (num_tokens // (ep * etp))
-    column = rank % etp if is_padded else rank % etp * ep + rank // etp
+    source = torch.arange(num_tokens, device=experts.device) // (num_tokens // num_sources)
     has_own = ((experts >= first_expert) & (experts < first_expert + num_experts)).any(1)
-    return sort_by_expert_reference(column[:, None], count, num_rows, 0, has_own[:, None], rows_per_etp)
+    return sort_by_expert_reference(
+        source[:, None], num_sources, num_rows, 0, has_own[:, None], rows_per_source
+    )
 
 
 def sort_by_expert_reference(

@@ -119,7 +119,7 @@ def _token_dispatcher(spec: RouterSpec, ranks: LayerRanks) -> TokenDispatcher:
     give_turn = None if communication.turns is None else communication.turns.give
     common = (spec.num_experts, ep, etp, rows_per_expert, give_turn)
     if communication.dispatcher == "alltoall":
-        return AllToAllDispatcher(*common)
+        return AllToAllDispatcher(*common, steps=ranks.parallel.steps)
     bounds = communication.capacities if rows_per_expert is None else None
     return AllGatherDispatcher(*common, None if bounds is None else bounds.add_layer())
 

@@ -285,11 +285,16 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "dispatcher",
         "experts.moe_token_dispatcher_type experts.moe_alltoall_as_allgather"
-        " experts.moe_expert_rank_capacity_factor",
+        " experts.moe_alltoall_ranks_per_host experts.moe_expert_rank_capacity_factor",
         Feature("alltokens"),
         Feature("scarce", "--moe-expert-rank-capacity-factor 0.5", needs=("ep",)),
         Feature(
             "alltoall", "--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather", needs=("ep",)
+        ),
+        Feature(
+            "hosts",
+            "--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather --moe-alltoall-ranks-per-host 2",
+            needs=("ep",),
         ),
     ),
     _layout(

@@ -61,6 +61,7 @@ ALWAYS = (
     "tp2 sp cp2 pp2 tied deepseek ep2 alltoall seqauxloss dropping mtp1 documents padded120",
     "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss tokens",
     "tp2 sp dp2 pp2 zero3 deepseek ep2 etp2 seqauxloss dropspadded",
+    "tp2 sp dp2 pp2 zero3 overlap deepseek ep4 etp1 hosts seqauxloss dropping",
     "dp2 pp4 mtpalone mtp2 tied documents tokens",
     "tp2 sp cp2 pp2 bert attentiondropout",
     "pp2 dp2 zero1 tokens tails t5 instances2",
@@ -414,6 +415,12 @@ def _context_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether two kinds of context communication have the four ranks that they need."""
     is_mixed = known["context communication"] in ("a2aring", "a2agather")
     return not is_mixed or known["context parallelism"] in (None, "cp4")
+
+
+@_rule_of("expert parallelism", "dispatcher")
+def _hosts_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
+    """Return whether an all-to-all over hosts of two ranks has two of them."""
+    return known["dispatcher"] != "hosts" or known["expert parallelism"] in (None, "ep4")
 
 
 @_rule_of(*dict.fromkeys([*_SIZED, *_OF_EXPERTS, *_NEEDING_EXPERTS]))

@@ -41,7 +41,7 @@ def _add_layouts(actions: Any) -> None:
         takes_run_flags=True,
         help="find the layouts of a run that fit, with predicted time and memory",
         usage="%(prog)s FLAGS --world-size N [--gpu NAME] [--memory-gb GB] [--gpus-per-node N] [--network-gbits G]"
-        " [--deepep] [--top N] [--search] [--json] [--failures]",
+        " [--top N] [--search] [--json] [--failures]",
         description="Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their"
         f" flags. Layout flags on the command line are kept without --search, layout flags of a --config file are not. {RUN_FLAGS}",
     )
@@ -61,12 +61,6 @@ def _add_layouts(actions: Any) -> None:
         type=float,
         metavar="G",
         help="Gbit/s of the network between nodes for each GPU (default: 400, with the A100 200)",
-    )
-    layouts.add_argument(
-        "--deepep",
-        action="store_true",
-        help="predict all-to-alls of experts as with DeepEP, which sends a token once to each node, in FP8 where GEMMs are; this"
-        " program sends it to each rank, in bf16",
     )
     layouts.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default: 5)")
     layouts.add_argument(
@@ -165,7 +159,6 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         num_gpus=arguments.world_size,
         gpus_per_node=arguments.gpus_per_node,
         network_rate=gpu.network_rate if gbits is None else gbits * 1e9 / 8,
-        has_deepep=arguments.deepep,
     )
 
 

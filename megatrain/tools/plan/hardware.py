@@ -122,6 +122,9 @@ class Rates:
     """Seconds by which kernels are slower for each second in which copy engines send (--tp-comm-overlap): 3 to 8 % of them [B3]."""
     all_to_all: float = 0.44
     """All-to-all within a node, of the rate of rings: 110 GB/s between four GPUs, with waits for the rank with the most tokens [B6]."""
+    forwarded: float = 0.67
+    """All-to-all within a node, of NVLink's rate, whose ranks have waited for one another in a step before: 304 GB/s between eight
+    GPUs in a CUDA graph (docs/internals/performance.md)."""
     host_wait_seconds: float = 1e-3
     """Time in which the GPU has no work after the host has read the counts of an all-to-all: with all-gathers, whose counts
     the host does not read, a step is 93 and 149 ms shorter [B6, B7]; 49 and 51 of these are communication, and 64 and 56 waits
@@ -146,9 +149,6 @@ class Cluster:
     network_rate: float
     """Bytes per second and GPU between nodes, in one direction."""
     rates: Rates = Rates()
-    has_deepep: bool = False
-    """Tokens cross the network once for each node, whose GPUs forward them over NVLink, and go to experts in FP8 where GEMMs are
-    in FP8, as with DeepSeek's DeepEP. The all-to-all of this program sends them to each rank in bf16."""
 
     def compute_rate(self, fraction: float) -> float:
         """Return FLOPs per second."""

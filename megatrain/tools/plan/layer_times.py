@@ -11,11 +11,10 @@ A rank has t tokens: s / cp * b. Under sequence parallelism, norms and the resid
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
+from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.linear import Linear
 from megatrain.config.model_spec.mlp import MlpSpec
@@ -176,18 +175,8 @@ class LayerTimes:
             return Times()
         row = self.tokens / layout.tp * hidden * _BF16
         if not self.workload.gathers_tokens(ep):
-            group = Group(self.cluster, ep, layout.etp)
-            rows, rows_of_node = (
-                row * layout.etp * share_of_tokens(experts.router, parts)
-                for parts in (ep, ep // group.per_node)
-            )
-            has_codes = self.fp8 is not None and self.cluster.has_deepep
-            back = group.all_to_all(rows, rows_of_node)
-            there = group.all_to_all(rows / 2, rows_of_node / 2) if has_codes else back
-            sent = there + back  # outputs and gradients return in bf16
-            return Times(
-                sent + rates.host_wait_seconds, sent, sends=2 * sent, exposed_sends=2 * sent * group.exposed
-            )
+            sent = self._sent(experts, row)
+            return sent + sent + Times(rates.host_wait_seconds)
         ranks = ep * layout.etp
         group = Group(self.cluster, ranks)
         one = group.all_gather(row * ranks)
@@ -196,6 +185,28 @@ class LayerTimes:
         backward = max(one - shared.backward - shared.weight, overlapped) + overlapped
         sends = forward + backward
         return Times(forward, backward, sends=sends, exposed_sends=min(4 * overlapped, sends))
+
+    def _sent(self, experts: ExpertsSpec, row: float) -> Times:
+        """Return the times of the all-to-alls that send tokens, or that return their sums; `row`: bytes of a rank's tokens.
+
+        Where ranks of a host forward tokens, these are permuted once more on the way.
+        """
+        ep, etp, router = self.layout.ep, self.layout.etp, experts.router
+        group = Group(self.cluster, ep, etp)
+        row *= etp  # the etp ranks of an expert gather the tokens that each of them receives
+        to_rank = row * router.share_of_tokens(ep)
+        inside = self.workload.ranks_that_forward(group, etp)
+        if inside == 1:
+            one = group.all_to_all(to_rank)
+            return Times(one, one, sends=2 * one, exposed_sends=2 * one * group.exposed)
+        hosts = ep // inside
+        to_host = row * router.share_of_tokens(hosts)
+        peers, host = Group(self.cluster, hosts, inside * etp), Group(self.cluster, inside, etp)
+        over, within = peers.all_to_all(to_host), host.forwarded(hosts * to_rank)
+        copies = self.cluster.memory_seconds(2 * hosts * to_host)
+        exposed = over * peers.exposed + within * host.exposed
+        one = over + within
+        return Times(one + copies, one + copies, sends=2 * one, exposed_sends=2 * exposed)
 
     # ---- communication of tensor parallelism, recomputation
 
@@ -261,19 +272,6 @@ class LayerTimes:
         if "moe_act" in modules and "moe" not in modules:
             seconds += 0.1 * (mlp.forward - mlp.sends / 2)
         return seconds
-
-
-def share_of_tokens(router: RouterSpec, parts: int) -> float:
-    """Return the share of the tokens that have experts in one of `parts` equal parts of all experts, if loads are equal.
-
-    A router of groups selects experts of `group_top_k` groups only (node-limited routing, arXiv:2412.19437, section 2.1.2).
-    """
-    groups, kept = router.num_groups or 1, router.group_top_k or 1
-    part, group = router.num_experts // parts, router.num_experts // groups
-    if part >= group:  # of whole groups: it has tokens if one of these is kept
-        return 1 - math.comb(groups - part // group, kept) / math.comb(groups, kept)
-    possible = kept * group
-    return kept / groups * (1 - math.comb(possible - part, router.top_k) / math.comb(possible, router.top_k))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -23,11 +23,13 @@ from megatrain.config.subjects.experts import (
     capacity_on_gpus,
     experts_are_split,
     possible_rows,
+    ranks_that_forward,
 )
 from megatrain.config.subjects.pipeline import balanced_split
 from megatrain.config.subjects.ranks import why_products_wait
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
+from megatrain.tools.plan.network import Group
 
 Recomputation = Literal["none", "selective", "full"]
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -92,6 +94,13 @@ class Workload:
         if self.plan.origins["experts.moe_alltoall_as_allgather"].is_given:
             return config.experts.moe_alltoall_as_allgather
         return bool(all_gather_of_tokens(config.experts, ep, on_gpus_of_host=ep <= GPUS_PER_HOST).value)
+
+    def ranks_that_forward(self, group: Group, etp: int) -> int:
+        """Return how many ranks of a host forward tokens of an all-to-all, as --moe-alltoall-ranks-per-host decides for a group."""
+        experts = self.plan.config.experts
+        if self.plan.origins["experts.moe_alltoall_ranks_per_host"].is_given:
+            return experts.moe_alltoall_ranks_per_host
+        return int(ranks_that_forward(experts, group.size, etp, group.cluster.gpus_per_node).value)
 
     def overlaps_products(self, layout: Layout, capability: tuple[int, int]) -> bool:
         """Return whether tensor ranks overlap products and communication, as --tp-comm-overlap decides for a layout."""

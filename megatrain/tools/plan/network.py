@@ -67,25 +67,21 @@ class Group:
             else self.latency + 2 * (num_bytes * (self.size - 1) / self.size / self.rate)
         )
 
-    def all_to_all(self, bytes_per_peer: float, bytes_per_node: float) -> float:
-        """Return the seconds of an all-to-all of tokens.
-
-        Args:
-            bytes_per_peer: of the tokens that a rank sends to each other rank.
-            bytes_per_node: of the tokens that have experts on any rank of another node, each once; counts only where
-                tokens are forwarded in a node.
-        """
+    def all_to_all(self, bytes_per_peer: float) -> float:
+        """Return the seconds of an all-to-all of tokens; `bytes_per_peer`: of those that a rank sends to each other rank."""
         if self.size == 1:
             return 0.0
         rates, cluster = self.cluster.rates, self.cluster
         inside, outside = self.per_node - 1, (self.size - self.per_node) * bytes_per_peer
-        if cluster.has_deepep:
-            inside = self.size - self.size // self.per_node
-            outside = (self.size // self.per_node - 1) * bytes_per_node
         return self.latency + max(
             inside * bytes_per_peer / (cluster.gpu.link_rate * rates.links * rates.all_to_all),
             outside / (cluster.network_rate * rates.network),
         )
+
+    def forwarded(self, bytes_per_peer: float) -> float:
+        """Return the seconds of an all-to-all within a node that follows one between nodes."""
+        rate = self.cluster.gpu.link_rate * self.cluster.rates.forwarded
+        return self.latency + (self.size - 1) * bytes_per_peer / rate
 
     def message(self, num_bytes: float) -> float:
         """Return the seconds of a message to the next member."""

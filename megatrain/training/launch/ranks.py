@@ -282,6 +282,7 @@ def grid_shape(plan: Plan) -> GridShape:
         num_chunks=plan.derived.pipeline_chunks,
         is_v=PIPELINE_SCHEDULES[parallel.pipeline_schedule].is_v,
         ep=parallel.expert_model_parallel_size,
+        ep_host=plan.config.experts.moe_alltoall_ranks_per_host,
         etp=None if plan.config.experts.num_experts is None else plan.derived.expert_tensor_parallel_size,
         pack_sizes=plan.derived.pack_group_sizes,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
@@ -389,7 +390,7 @@ def use_deterministic_operations() -> None:
                                                              cuDNN's kernel is not used (`config/subjects/attention_kernel.py`)
         GEMMs (cuBLAS, shared work space)                    CUBLAS_WORKSPACE_CONFIG
         kernels of our own (`kernels/fused`)                 deterministic: sums over programs are a second pass
-        sums of experts' outputs over ranks                  in the order of ranks: equal with either dispatcher
+        sums of experts' outputs over ranks                  in the order of ranks: equal with either dispatcher on one host
         layers of Transformer Engine                         NVTE_ALLOW_NONDETERMINISTIC_ALGO=0; `local` computes attention
         any other operation                                  torch raises an error
 

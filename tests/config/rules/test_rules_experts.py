@@ -21,6 +21,11 @@ ETP = "--tensor-model-parallel-size 2 --sequence-parallel"
 FOUR = "--num-experts 4"
 
 CASES = {
+    "ranks_of_a_host_divide_expert_ranks": [
+        (f"{FOUR} --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --moe-alltoall-ranks-per-host 3", "",
+         Facts(world_size=4), ("--moe-alltoall-ranks-per-host 3", "--expert-model-parallel-size 4"),
+         ("--moe-alltoall-ranks-per-host 2",)),
+    ],
     "multiples_are_multiples": [
         (f"{FOUR} --expert-model-parallel-size 3", "", Facts(world_size=3),
          ("--num-experts 4", "--expert-model-parallel-size 3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from everyday import one_in, only
 from torch import Tensor
 
 from megatrain.kernels.moe.routing import Routing
+from megatrain.parallel import expert_parallel
+from megatrain.parallel.collectives import begin_all_to_all_into
 from megatrain.parallel.expert_parallel import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     DispatchedTokens,
     LocalDispatcher,
+    RowsPerExpert,
     TokenDispatcher,
 )
 from megatrain.parallel.grid import RankGroup
@@ -25,7 +29,8 @@ from megatrain.tools.worker_pool import WorkerPool
 
 H, F, E, T = 6, 4, 8, 24
 """Channels, channels of experts, experts, tokens of all ranks."""
-DISPATCHERS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+RANKS_PER_HOST = {"hosts": 2, "wide hosts": 4}
+KINDS = ["allgather", "alltoall", *RANKS_PER_HOST]
 CASES = ["even", "uneven", "one", "dropped", "none", "padded"]
 
 
@@ -133,10 +138,8 @@ def on_a_rank(
     etp: int,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, ...]:
-    shape = GridShape(dp=ep * etp, ep=ep, etp=etp)
-    groups = [_group(name, shape.expert_lists(name), rank) for name in ("ep", "etp")]
     rows_per_expert = (lambda num_tokens: 5 + 0 * num_tokens) if case == "padded" else None
-    dispatcher = DISPATCHERS[kind](E, *groups, rows_per_expert)
+    dispatcher, groups = dispatcher_of(kind, rank, ep, etp, rows_per_expert)
     t, e, f = T // world_size, E // ep, F // etp
     own_ep, own_etp = groups[0].rank, groups[1].rank
     return run_rank(
@@ -146,6 +149,20 @@ def on_a_rank(
         slice(own_ep * e, (own_ep + 1) * e),
         slice(own_etp * f, (own_etp + 1) * f),
     )
+
+
+def dispatcher_of(
+    kind: str, rank: int, ep: int, etp: int = 1, rows_per_expert: RowsPerExpert | None = None
+) -> tuple[TokenDispatcher, list[RankGroup]]:
+    """Return a dispatcher with its groups ep and etp. "hosts": an all-to-all to hosts, then to the ranks of a host."""
+    shape = GridShape(dp=ep * etp, ep=ep, etp=etp, ep_host=RANKS_PER_HOST.get(kind, 1))
+    hosts, peers = shape.expert_levels()
+    ep_ranks, etp_ranks = (_group(name, shape.expert_lists(name), rank) for name in ("ep", "etp"))
+    known = (E, ep_ranks, etp_ranks, rows_per_expert)
+    if kind == "allgather":
+        return AllGatherDispatcher(*known), [ep_ranks, etp_ranks]
+    steps = (_group("ep_peers", peers, rank), _group("ep_host", hosts, rank)) if hosts else (ep_ranks,)
+    return AllToAllDispatcher(*known, steps=steps), [ep_ranks, etp_ranks]
 
 
 def _group(name: str, lists: list[list[int]], rank: int) -> RankGroup:
@@ -174,9 +191,10 @@ def test_one_rank_matches_a_loop_over_experts(case: str, top_k: int) -> None:
         4,
         [
             (kind, *sizes, case)
-            for kind in DISPATCHERS
+            for kind in KINDS
             for case in CASES
             for sizes in [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2)]
+            if sizes[0] > RANKS_PER_HOST.get(kind, 0)
         ],
     ),
 )
@@ -196,9 +214,7 @@ def test_ranks_match_one_process(pool: WorkerPool, kind: str, ep: int, etp: int,
 @pytest.mark.parametrize("case", only(["even"], ["even", "uneven", "dropped", "none"]))
 def test_both_dispatchers_have_the_same_bits_in_deterministic_mode(pool: WorkerPool, case: str) -> None:
     """A token has terms of up to four ranks in bf16, whose sum depends on their order and on how often it is rounded."""
-    found = [
-        pool.run(4, on_a_deterministic_rank, kind, case, 5, 4, 1, torch.bfloat16) for kind in DISPATCHERS
-    ]
+    found = [pool.run(4, on_a_deterministic_rank, kind, case, 5, 4, 1, torch.bfloat16) for kind in KINDS[:2]]
     for one, other in zip(*found, strict=True):
         assert all(map(torch.equal, one, other))
 
@@ -209,3 +225,65 @@ def on_a_deterministic_rank(*arguments: Any) -> tuple[Tensor, ...]:
         return on_a_rank(*arguments)
     finally:
         torch.use_deterministic_algorithms(mode=False)
+
+
+def test_sums_return_by_host_in_a_fixed_order(pool: WorkerPool) -> None:
+    """Slots of the router on a rank, then ranks of a host, then hosts; each of these sums is rounded once, to bf16."""
+    given = problem("even", 5).in_dtype(torch.bfloat16)
+    probs = given.routing.probs
+    sums = []
+    for token in range(T):
+        hosts = []
+        for host in range(2):
+            ranks = []
+            for rank in (2 * host, 2 * host + 1):
+                terms = [
+                    given.x[token] * probs[token, slot]
+                    for slot, expert in enumerate(given.routing.experts[token].tolist())
+                    if expert // (E // 4) == rank
+                ]
+                ranks.append(rounded_sum(terms))
+            hosts.append(rounded_sum(ranks))
+        sums.append(rounded_sum(hosts))
+    found = torch.cat(pool.run(4, sum_of_scaled_rows))
+    assert torch.equal(found, torch.stack(sums))
+    assert not torch.equal(found, torch.cat(pool.run(4, sum_of_scaled_rows, "alltoall")))
+
+
+def rounded_sum(terms: list[Tensor]) -> Tensor:
+    return sum((one.float() for one in terms), torch.zeros(H)).bfloat16()
+
+
+def sum_of_scaled_rows(rank: int, world_size: int, kind: str = "hosts") -> Tensor:
+    """Return the sums of this rank's tokens over experts that multiply a row by its probability."""
+    given = problem("even", 5).in_dtype(torch.bfloat16)
+    dispatcher, _ = dispatcher_of(kind, rank, world_size)
+    own = slice(rank * T // world_size, (rank + 1) * T // world_size)
+    routing = Routing(given.routing.experts[own], given.routing.probs[own], None)
+    dispatched = dispatcher.begin_dispatch(given.x[own], lambda: routing)()
+    return dispatcher.begin_combine(dispatched.rows * dispatched.probs[:, None], dispatched)()
+
+
+@pytest.mark.parametrize(("kind", "copies"), [("alltoall", 2), ("hosts", 1)])
+def test_a_token_goes_once_to_each_other_rank_or_host(pool: WorkerPool, kind: str, copies: int) -> None:
+    """Four ranks on two hosts, and experts of every token on all ranks."""
+    assert pool.run(4, rows_sent_to_other_hosts, kind) == [copies * T // 4] * 4
+
+
+def rows_sent_to_other_hosts(rank: int, world_size: int, kind: str) -> int:
+    dispatcher, _ = dispatcher_of(kind, rank, world_size)
+    sent = 0
+
+    def counted(
+        out: Tensor, x: Tensor, group: RankGroup, *, to_ranks: list[int], from_ranks: list[int]
+    ) -> Any:
+        nonlocal sent
+        sent += sum(n for to, n in zip(group.ranks, to_ranks, strict=True) if to // 2 != rank // 2)
+        return begin_all_to_all_into(out, x, group, to_ranks=to_ranks, from_ranks=from_ranks)
+
+    experts = torch.arange(0, E, E // 4).expand(T // 4, 4)
+    with mock.patch.object(expert_parallel, "begin_all_to_all_into", counted):
+        dispatcher.begin_dispatch(
+            torch.ones(T // 4, H), lambda: Routing(experts, torch.ones(T // 4, 4), None)
+        )()
+    return sent

@@ -194,14 +194,22 @@ def test_sorts_of_a_dispatch(
 
     def sorts() -> Iterator[Tensor]:
         yield from permute.sort_by_rank(experts, num_ranks=ep, experts_per_rank=own)
-        for rows_per_etp in (None, ep * tokens):
-            received = permute.sort_by_source(experts, (ep, etp), rows_per_etp=rows_per_etp, **mine)
+        for num_sources, rows_per_source in ((etp * ep, None), (etp, ep * tokens)):
+            received = permute.sort_by_source(experts, num_sources, rows_per_source=rows_per_source, **mine)
             yield from received
             num_rows = int(received.ends[-1])
             found = permute.sort_by_expert(
                 experts, num_rows=len(experts) * top_k, token_rows=received.rows.flatten(), **mine
             )
             yield from (found.rows[:num_rows], found.assignments, found.ends)
+            forwarded = permute.sort_by_rank(
+                experts,
+                num_ranks=own,
+                experts_per_rank=1,
+                first_expert=rank * own,
+                token_rows=received.rows.flatten(),
+            )
+            yield from (forwarded.rows[:num_rows], forwarded.assignments, forwarded.ends)
 
     monkeypatch.setattr(permute, "is_fused", lambda _: False)
     expected = list(sorts())

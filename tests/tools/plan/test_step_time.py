@@ -9,7 +9,6 @@ import pytest
 from megatrain.config import Facts, parse, resolve
 from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.tools.plan.hardware import GPUS, Cluster
-from megatrain.tools.plan.layer_times import share_of_tokens
 from megatrain.tools.plan.layouts import Layout, Workload, layouts
 from megatrain.tools.plan.linear_times import Fp8, Gemm, Times
 from megatrain.tools.plan.memory import estimated_bytes
@@ -81,7 +80,7 @@ def test_collectives_between_nodes_are_slower_and_share_the_adapters_of_a_node()
     assert across.all_gather(1e9) > 3 * inside.all_gather(1e9)
     assert Group(CLUSTER, 64).all_gather(1e9) < across.all_gather(1e9)
     assert inside.all_reduce(1e9) == pytest.approx(2 * inside.all_gather(1e9), rel=0.05)
-    assert Group(CLUSTER, 1).all_to_all(1e9, 1e9) == 0
+    assert Group(CLUSTER, 1).all_to_all(1e9) == 0
 
 
 def test_small_gemms_and_few_rows_per_expert_are_slow() -> None:
@@ -143,13 +142,18 @@ def test_node_limited_routing_sends_a_token_to_its_nodes_only() -> None:
     """DeepSeek-V3: 8 of 256 experts, of 4 of 8 groups. A token has at most 4 copies for 8 nodes, and 7.4 for 64 ranks."""
     limited = RouterSpec(num_experts=256, top_k=8, num_groups=8, group_top_k=4)
     free = RouterSpec(num_experts=256, top_k=8)
-    assert 8 * share_of_tokens(limited, 8) == pytest.approx(4)
-    assert 64 * share_of_tokens(limited, 64) == pytest.approx(7.36, abs=0.01)
-    assert 8 * share_of_tokens(free, 8) == pytest.approx(5.3, abs=0.1)
-    assert share_of_tokens(limited, 1) == share_of_tokens(free, 1) == 1
-    group = Group(CLUSTER, 64)
-    forwarding = Group(dataclasses.replace(CLUSTER, has_deepep=True), 64)
-    assert group.all_to_all(1e6, 4e6) > 1.5 * forwarding.all_to_all(1e6, 4e6)
+    assert 8 * limited.share_of_tokens(8) == pytest.approx(4)
+    assert 64 * limited.share_of_tokens(64) == pytest.approx(7.36, abs=0.01)
+    assert 8 * free.share_of_tokens(8) == pytest.approx(5.3, abs=0.1)
+    assert limited.share_of_tokens(1) == free.share_of_tokens(1) == 1
+
+
+def test_an_all_to_all_sends_a_token_once_to_each_host_where_a_run_does_so() -> None:
+    workload, _ = planned(case_of("B6, all-to-all"))
+    group = Group(dataclasses.replace(CLUSTER, num_gpus=64), 64)
+    assert workload.ranks_that_forward(group, 1) == 8
+    assert workload.ranks_that_forward(group, 8) == 1
+    assert workload.ranks_that_forward(Group(CLUSTER, 8), 1) == 1
 
 
 def test_passes_that_run_together_take_the_longer_of_computing_and_sends() -> None:
