@@ -7,7 +7,7 @@ from megatrain.config.derive.lr_schedule import ParamKind
 from megatrain.kernels.optimizer.newton_schulz import orthogonalize, step_coefficients
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.muon import Muon, MuonRule, SecondMoment
-from megatrain.optim.muon_matrices import Matrix, assign_matrices
+from megatrain.optim.matrices import Matrix, assign_matrices
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
@@ -66,7 +66,7 @@ def optimizer_of(rule: MuonRule, dtype: torch.dtype = torch.float32) -> ShardedO
     optimizer = ShardedOptimizer(
         DataParallel(buffers, grid),
         AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8),
-        muon=Muon(rule, buffers.shards, grid),
+        matrices=Muon(rule, buffers.shards, grid),
         clip_grad=0.0,
         master_dtype=torch.float32,
     )

@@ -59,9 +59,10 @@ def _wrong_scale() -> AbstractContextManager[Any]:
 def _muon_per_rank() -> AbstractContextManager[Any]:
     step = Muon.step
 
-    def alone(self: Muon, shards: Any, momenta: Any) -> None:
+    def alone(self: Muon, *args: Any) -> None:
+        self.owned = {family: [sum(owned, [])] for family, owned in self.owned.items()}
         self.groups = dict.fromkeys(self.groups, RankGroup("own", (0,), 0))
-        step(self, shards, momenta)
+        step(self, *args)
 
     return mock.patch.object(Muon, "step", alone)
 

@@ -135,13 +135,14 @@ def _resident_tensors(optimizer: ShardedOptimizer) -> dict[str, list[Tensor]]:
     buffers, first = optimizer.buffers, optimizer.num_on_device
     has_master = optimizer.master_dtype != buffers.weights.dtype
     masters = zip(optimizer.master_weights[:first], buffers.shards, strict=False)
-    on_host = [x for kind in optimizer.kinds for x in optimizer.state(kind)[first:]]
+    kept = [optimizer.master_weights, *optimizer.moments.values()]
+    factors = [] if optimizer.matrices is None else [values for _, _, values in optimizer.matrices.factors()]
     return {
         "weights": buffers.weights.kept,
         "gradients": buffers.gradients.kept,
         "master_weights": [x for x, shard in masters if has_master and shard.bucket.is_trained],
-        "optimizer_state": [x for kind in optimizer.kinds[1:] for x in optimizer.state(kind)[:first]],
-        "on_host": on_host
+        "optimizer_state": [x for flats in kept[1:] for x in flats[:first]] + factors,
+        "on_host": [x for flats in kept for x in flats[first:]]
         + (optimizer.host_updates.staging_buffers if optimizer.host_updates is not None else []),
     }
 
