@@ -28,8 +28,8 @@ from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, encode, tilin
 from megatrain.checkpoint.parts import MAX_RANKS_OF_WHOLE, merge_parts, tensors_of, write_part
 from megatrain.checkpoint.retention import remove_whole
 from megatrain.checkpoint.shard_file import WrittenFile, one_ahead, write_shard_file
-from megatrain.checkpoint.tensor_file import bytes_of, check_size
 from megatrain.checkpoint.stored_values import check_kinds
+from megatrain.checkpoint.tensor_file import bytes_of, check_size
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
 from megatrain.storage.disk import Disk, write_file

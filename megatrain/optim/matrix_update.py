@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.optimizer.shard_update import FlatUpdate
-from megatrain.optim.matrices import LocalPart, Matrix, Part, Round, assign_matrices, local_parts, matrices_of, plan_rounds
+from megatrain.optim.matrices import (
+    LocalPart,
+    Matrix,
+    Part,
+    Round,
+    assign_matrices,
+    local_parts,
+    matrices_of,
+    plan_rounds,
+)
 from megatrain.parallel.buckets import Shard
 from megatrain.parallel.collectives import all_to_all
 from megatrain.parallel.grid import RankGrid, RankGroup
@@ -45,7 +54,9 @@ class MatrixUpdate(ABC):
         self.kinds: tuple[str, ...] = (self.momentum,)
         """Names of the state of an element of a matrix, as in checkpoints."""
         families: tuple[Family, ...] = ("dense", "expert") if grid.shape.has_experts else ("dense",)
-        self._parts = {family: list(local_parts(shards, grid, family, splits_qkv=splits_qkv)) for family in families}
+        self._parts = {
+            family: list(local_parts(shards, grid, family, splits_qkv=splits_qkv)) for family in families
+        }
         self.groups = {family: grid.family(family).matrix for family in families}
         self.owned = {
             family: assign_matrices(matrices_of(shards, family, splits_qkv=splits_qkv), group.size)
@@ -67,7 +78,9 @@ class MatrixUpdate(ABC):
         """Return the update of a whole matrix from `values` [num_values, rows, columns]."""
 
     @abstractmethod
-    def apply(self, part: LocalPart, update: Tensor, shard: FlatUpdate, moments: Mapping[str, Tensor]) -> None:
+    def apply(
+        self, part: LocalPart, update: Tensor, shard: FlatUpdate, moments: Mapping[str, Tensor]
+    ) -> None:
         """Apply the update of a part to its master weights."""
 
     def factors(self) -> Iterator[tuple[ParamLayout, BoxRange, Tensor]]:
@@ -88,7 +101,9 @@ class MatrixUpdate(ABC):
             self._rounds = [
                 (group, one)
                 for family, group in self.groups.items()
-                for one in plan_rounds(self._parts[family], self.owned[family], group, shards[0].master.device)
+                for one in plan_rounds(
+                    self._parts[family], self.owned[family], group, shards[0].master.device
+                )
             ]
         for group, one in self._rounds:
             self._run(one, group, shards, moments, step)

@@ -102,7 +102,9 @@ class Muon(MatrixUpdate):
         with fp32_products(has_tf32=self.rule.has_tf32):
             return orthogonalize(values[0], self.rule.coefficients, self.rule.num_steps)
 
-    def apply(self, part: LocalPart, update: Tensor, shard: FlatUpdate, moments: Mapping[str, Tensor]) -> None:
+    def apply(
+        self, part: LocalPart, update: Tensor, shard: FlatUpdate, moments: Mapping[str, Tensor]
+    ) -> None:
         """See `MatrixUpdate`."""
         scale, adaptive = self.rule.scale(part.matrix.shape), self.rule.second_moment
         if adaptive is not None:

@@ -157,7 +157,9 @@ class ShardedOptimizer:
         return (WEIGHT, *self.rule.kinds, *self._averages) if layout.is_trained else (WEIGHT,)
 
     def state(self, kind: str) -> list[Tensor]:
-        """Return one flat tensor per shard of the buffers, with the elements that have this kind of state."""
+        """Return one flat tensor per shard of the buffers, with the elements that have this kind of state; all tensors of matrices."""
+        if self.matrices is not None and kind == self.matrices.factor_kind:
+            return [values for _, _, values in self.matrices.factors()]
         self.parallel.wait_for_weights()  # master weights may share memory with weights that an all-gather reads
         return self.master_weights if kind == WEIGHT else self.moments[kind]
 

@@ -183,6 +183,12 @@ class Soap(MatrixUpdate):
                 state.refresh()
         return update
 
-    def apply(self, part: LocalPart, update: Tensor, shard: FlatUpdate, moments: Mapping[str, Tensor]) -> None:  # noqa: ARG002 (the owner has used them)
+    def apply(
+        self,
+        part: LocalPart,
+        update: Tensor,
+        shard: FlatUpdate,
+        moments: Mapping[str, Tensor],  # noqa: ARG002 (`values` has updated them)
+    ) -> None:
         """See `MatrixUpdate`."""
         take_step(part, update, shard)

@@ -7,8 +7,8 @@ import torch
 from matrix_helpers import HYPERPARAMS, PARAMETERS, drawn, matrices, optimizer_with, take_steps, weights
 
 from megatrain.kernels.optimizer.newton_schulz import orthogonalize, step_coefficients
-from megatrain.optim.muon import Muon, MuonRule, SecondMoment
 from megatrain.optim.matrices import Matrix, assign_matrices
+from megatrain.optim.muon import Muon, MuonRule, SecondMoment
 from megatrain.optim.sharded import ShardedOptimizer
 
 TORCH_RULE = MuonRule(
@@ -21,6 +21,8 @@ TORCH_RULE = MuonRule(
     splits_qkv=True,
     dtype=torch.bfloat16,
 )
+
+
 def optimizer_of(rule: MuonRule) -> ShardedOptimizer:
     return optimizer_with(functools.partial(Muon, rule))
 

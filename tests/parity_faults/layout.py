@@ -60,7 +60,9 @@ def _muon_per_rank() -> AbstractContextManager[Any]:
     step = Muon.step
 
     def alone(self: Muon, *args: Any) -> None:
-        self.owned = {family: [sum(owned, [])] for family, owned in self.owned.items()}
+        self.owned = {
+            family: [[one for of_rank in owned for one in of_rank]] for family, owned in self.owned.items()
+        }
         self.groups = dict.fromkeys(self.groups, RankGroup("own", (0,), 0))
         step(self, *args)
 

@@ -136,7 +136,7 @@ def _resident_tensors(optimizer: ShardedOptimizer) -> dict[str, list[Tensor]]:
     has_master = optimizer.master_dtype != buffers.weights.dtype
     masters = zip(optimizer.master_weights[:first], buffers.shards, strict=False)
     kept = [optimizer.master_weights, *optimizer.moments.values()]
-    factors = [] if optimizer.matrices is None else [values for _, _, values in optimizer.matrices.factors()]
+    factors = [x for kind in optimizer.kinds if kind not in optimizer.moments for x in optimizer.state(kind)]
     return {
         "weights": buffers.weights.kept,
         "gradients": buffers.gradients.kept,
