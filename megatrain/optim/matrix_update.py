@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -119,18 +119,19 @@ class MatrixUpdate(ABC):
         """Run one round: send values to the owners, update the matrices, and send the updates back."""
         like = shards[0].master.new_empty(0, dtype=self.dtype(shards[0].master.dtype))
         of_shard = [{kind: moments[kind][n] for kind in self.kinds} for n in range(len(shards))]
+        held = [p for parts in one.held_parts for p in parts]
         sent = []
-        for p in (p for parts in one.held_parts for p in parts):
-            values = self.values(p, shards[p.shard], of_shard[p.shard])
-            sent += [values.to(like.dtype).view(-1)] if p.is_sent else []
-        to_ranks = [self.num_values * _num_sent(parts) for parts in one.held_parts]
-        from_ranks = [self.num_values * _num_sent(parts) for parts in one.matrix_parts]
+        for p in held:  # also those that another rank sends: their state moves too
+            values = self.values(p, shards[p.shard], of_shard[p.shard]).to(like.dtype).view(-1)
+            sent += [values] if p.is_sent else []
+        to_ranks, from_ranks = (
+            [self.num_values * _numel(p for p in parts if p.is_sent) for parts in of_ranks]
+            for of_ranks in (one.held_parts, one.matrix_parts)
+        )
         received = all_to_all(torch.cat([like, *sent]), to_ranks, from_ranks, group)
         outgoing = self._updated(one, received, step)
-        to_ranks = [sum(p.numel for p in parts) for parts in one.matrix_parts]
-        from_ranks = [sum(p.numel for p in parts) for parts in one.held_parts]
+        to_ranks, from_ranks = [*map(_numel, one.matrix_parts)], [*map(_numel, one.held_parts)]
         updates = all_to_all(torch.cat([like, *outgoing]), to_ranks, from_ranks, group)
-        held = [p for parts in one.held_parts for p in parts]
         for p, update in zip(held, updates.split([p.numel for p in held]), strict=True):
             self.apply(p, update, shards[p.shard], of_shard[p.shard])
 
@@ -174,8 +175,8 @@ def gradient_of(part: LocalPart, shard: FlatUpdate) -> Tensor:
     return shard.grad[part.elements].to(shard.master.dtype) * shard.grad_scale
 
 
-def _num_sent(parts: Sequence[Part]) -> int:
-    return sum(p.numel for p in parts if p.is_sent)
+def _numel(parts: Iterable[Part]) -> int:
+    return sum(p.numel for p in parts)
 
 
 def _slices(box: Box) -> tuple[slice, slice]:
