@@ -73,7 +73,7 @@ def _muon_per_rank() -> AbstractContextManager[Any]:
 def _covariances_of_a_part() -> AbstractContextManager[Any]:
     accumulate = MatrixState.accumulate
 
-    def of_rows(self: MatrixState, gradient: Tensor, beta: float) -> None:
+    def of_rows(self: MatrixState, gradient: torch.Tensor, beta: float) -> None:
         rows = torch.arange(len(gradient), device=gradient.device)[:, None] < len(gradient) // 2
         accumulate(self, gradient * rows, beta)
 

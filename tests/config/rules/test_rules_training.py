@@ -19,7 +19,7 @@ CASES = {
          ("--optimizer-cpu-offload", "--optimizer muon"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
         ("--optimizer soap --optimizer-cpu-offload", "", None,
          ("--optimizer-cpu-offload", "--optimizer soap"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
-        ("--optimizer soap --use-mup", "", None, ("--use-mup", "--optimizer soap"), ("--optimizer adam",)),
+        ("--optimizer soap --use-mup --mup-base-hidden-size 8", "", None, ("--use-mup", "--optimizer soap"), ("--optimizer adam",)),
     ],
     "offloaded_modules_fit": [
         ("--fine-grained-activation-offloading", "", None, ("--offload-modules",), ("--offload-modules core_attn",)),
