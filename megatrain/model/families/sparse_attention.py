@@ -70,7 +70,7 @@ class SparseAttention(nn.Module):
             self.query_norm = builder.norm(weights, norms)
         self.up = UpProjection(spec, context, is_gathered=False, has_query_norm=False)
         self.discards_heads = recompute.has_part("mla_up_proj")
-        self.indexer = Indexer(spec, context)
+        self.indexer, self.layer = Indexer(spec, context), context.number
         core = SelectedAttention(spec, context)
         self.core = RecomputedModule(core) if recompute.has_part("core_attn") else core
         self.tp, self.scale = context.tp, core.scale
@@ -93,6 +93,7 @@ class SparseAttention(nn.Module):
             out = self.core(*heads, selected, info)
         if loss is not None:
             out = add_loss(out, loss, info.router_loss_scale)
+            info.indexer_losses[self.layer] = loss.detach() / self.indexer.spec.loss_coeff
         return self.output.add_to(residual, self.proj(out, info), info)
 
     def _target(self, heads: Heads) -> Target:

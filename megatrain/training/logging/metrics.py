@@ -64,6 +64,7 @@ def log_line(
         f"lm loss: {values['lm_loss']:.6E}",
         f"sop loss: {values['sop_loss']:.6E}" if values["sop_loss"] is not None else None,
         f"z loss: {values['z_loss']:.6E}" if values["z_loss"] is not None else None,
+        f"indexer loss: {values['indexer_loss']:.6E}" if values["indexer_loss"] is not None else None,
         *(f"{name}: {loss:.6E}" for name, loss in (values["routers"] or {"losses": {}})["losses"].items()),
         *(f"{name}: {loss:.6E}" for name, loss in (values["mtp_losses"] or {}).items()),
         *(f"{name}: {loss:.6E}" for name, loss in (values["kd_losses"] or {}).items()),
@@ -82,7 +83,8 @@ def log_line(
 
 def _short_line(values: dict[str, Any], *, start: str, speed: str, columns: float) -> str:
     """Return the values of an interval, the most important ones first, as far as the terminal has columns."""
-    losses = {"sop loss": values["sop_loss"], "z loss": values["z_loss"]}
+    names = {"sop loss": "sop_loss", "z loss": "z_loss", "indexer loss": "indexer_loss"}
+    losses = {name: values[key] for name, key in names.items()}
     losses |= (values["routers"] or {"losses": {}})["losses"]
     losses |= (values["mtp_losses"] or {}) | (values["kd_losses"] or {})
     parts = [
