@@ -71,11 +71,11 @@ def test_the_logged_loss_is_a_mean_over_layers_and_micro_batches_without_its_coe
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recomputed passes do not count twice."""
-    layout, found, forward = Layout.of(words), list[float](), sparse_attention.Indexer.forward
+    layout, found, forward = Layout.of(words), set[float](), sparse_attention.Indexer.forward
 
     def noted(self: sparse_attention.Indexer, *args: Any) -> Any:
         selected, loss = forward(self, *args)
-        found.append(float(loss.detach()) / self.spec.loss_coeff)
+        found.add(float(loss.detach()) / self.spec.loss_coeff)
         return selected, loss
 
     monkeypatch.setattr(sparse_attention.Indexer, "forward", noted)
