@@ -58,7 +58,7 @@ def _probabilities_of_local_heads() -> AbstractContextManager[Any]:
 
 
 def _indexer_losses_of_a_stage() -> AbstractContextManager[Any]:
-    """Log the indexer losses of each stage's own layers."""
+    """Log the indexer losses of the stage alone."""
     return mock.patch.object(losses, "all_reduce", lambda x, _group: x)
 
 
@@ -72,6 +72,6 @@ LATENT_FAULTS: dict[str, tuple[Patch, str]] = {
     ),
     "gradient of the indexer summed over tensor ranks": (_gathered_gradients_summed, "tp2 sp dsa"),
     "indexer learns from the heads of one rank": (_probabilities_of_local_heads, "tp2 dsa"),
-    "indexer losses of a stage's own layers": (_indexer_losses_of_a_stage, "pp2 dsa"),
+    "indexer losses of one stage logged": (_indexer_losses_of_a_stage, "pp2 dsa"),
 }
 """Context manager and layout of each fault."""
