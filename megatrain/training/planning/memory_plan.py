@@ -28,7 +28,7 @@ from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.kernels.host_copy import zeros_on_host
 from megatrain.model.gpt import Model
-from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.data_parallel import BucketMemory
@@ -136,7 +136,8 @@ def _resident_tensors(optimizer: ShardedOptimizer) -> dict[str, list[Tensor]]:
     has_master = optimizer.master_dtype != buffers.weights.dtype
     masters = zip(optimizer.master_weights[:first], buffers.shards, strict=False)
     kept = [optimizer.master_weights, *optimizer.moments.values()]
-    factors = [x for kind in optimizer.kinds if kind not in optimizer.moments for x in optimizer.state(kind)]
+    kinds = set(optimizer.kinds) - {WEIGHT, *optimizer.moments}
+    factors = [x for kind in kinds for x in optimizer.state(kind)]
     return {
         "weights": buffers.weights.kept,
         "gradients": buffers.gradients.kept,
