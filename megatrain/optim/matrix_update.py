@@ -83,6 +83,11 @@ class MatrixUpdate(ABC):
     ) -> None:
         """Apply the update of a part to its master weights."""
 
+    @property
+    def factors_per_element(self) -> float:
+        """Elements of the factors of all matrices of a stage, per element of these."""
+        return 0.0
+
     def factors(self) -> Iterator[tuple[ParamLayout, BoxRange, Tensor]]:
         """Yield the tensors of state of this rank's matrices that have shapes of their own."""
         yield from ()

@@ -15,6 +15,7 @@ take from rounding errors, different under every layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -154,6 +155,13 @@ class Soap(MatrixUpdate):
     def dtype(self, master_dtype: torch.dtype) -> torch.dtype:
         """See `MatrixUpdate`."""
         return master_dtype
+
+    @property
+    def factors_per_element(self) -> float:
+        """See `MatrixUpdate`."""
+        shapes = [one.shape for owned in self.owned.values() for of_rank in owned for one in of_rank]
+        sides = sum(2 * side**2 for shape in shapes for side in shape if side <= self.rule.max_dim)
+        return 1.0 + sides / max(sum(map(math.prod, shapes)), 1)
 
     def factors(self) -> Iterator[tuple[ParamLayout, BoxRange, Tensor]]:
         """See `MatrixUpdate`."""

@@ -130,6 +130,9 @@ def test_a_matrix_without_gradients_keeps_its_bases() -> None:
 def test_each_matrix_owns_its_tensors() -> None:
     optimizer = optimizer_of(RULE)
     found = {box.piece.name: values.numel() for _, box, values in optimizer.owned("factor")}
+    assert optimizer.matrices is not None
+    matrices = sum(values.numel() for _, _, values in optimizer.owned("momentum_buffer"))
+    assert optimizer.matrices.factors_per_element == pytest.approx(sum(found.values()) / matrices)
     assert found["soap.q.left_covariance"] == found["soap.q.left_basis"] == 16 * 16
     assert found["soap.q.right_basis"] == 12 * 12
     assert found["soap.gate+up.exp_avg_sq"] == 48 * 12

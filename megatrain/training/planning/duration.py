@@ -42,8 +42,11 @@ def duration_of(
     rate = None if peak is None else peak * 1e12 * _SHARE_OF_PEAK * plan.derived.world_size
     optimizer = plan.config.optimizer
     dtypes = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
+    matrices = engine.optimizer.matrices
+    numbers = {} if matrices is None else {matrices.factor_kind: matrices.factors_per_element}
     per_parameter = sum(
-        _BYTES[dtypes.get(kind, plan.derived.master_dtype)] for kind in saved_kinds(plan, engine)
+        numbers.get(kind, 1) * _BYTES[dtypes.get(kind, plan.derived.master_dtype)]
+        for kind in saved_kinds(plan, engine)
     )
     keep = plan.config.checkpoint.keep_last
     retained = plan.config.checkpoint.save_retain_interval
@@ -52,6 +55,6 @@ def duration_of(
         kept += max(0, checkpoints.count * checkpoints.interval // retained)
     return Duration(
         seconds_per_iteration=None if rate is None else plan.derived.flops_per_iteration / rate,
-        checkpoint_bytes=parameters * per_parameter,
+        checkpoint_bytes=int(parameters * per_parameter),
         kept_checkpoints=min(kept, checkpoints.count),
     )
