@@ -71,8 +71,8 @@ def plan_chunks(
     """Return the chunks that this rank writes."""
     held: dict[Family, list[PlannedChunk]] = {}
     for kind in kinds or optimizer.kinds:
-        for param, box, values in optimizer.owned(kind):
-            held.setdefault(param.entry.layout.family, []).extend(_own_blocks(kind, box, values, grid))
+        for layout, box, values in optimizer.owned(kind):
+            held.setdefault(layout.family, []).extend(_own_blocks(kind, box, values, grid))
     plan: list[PlannedChunk] = []
     for family, boxes in held.items():
         replicas = grid.family(family).copies

@@ -35,6 +35,7 @@ from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.stored_values import check_stored_values, make_lists
 from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.config.schema.quantization import SCALE_PREFIX
+from megatrain.optim.soap import FACTOR_PREFIX
 from megatrain.parallel.layout import Box, box_shape
 from megatrain.storage.untrusted_json import InvalidError, json_object, parse_json, shown
 
@@ -61,8 +62,8 @@ _PART_NAME = re.compile(r"part_[0-9]{5,9}\.json")
 _NAME_KEYS = re.compile(r"([0-9a-f]{8})*")
 
 
-OF_TRAINING: Final = (PROJECTION_PREFIX, SCALE_PREFIX)
-"""Starts of the names of tensors that serve a training alone: projections of a distillation, scales of --qat."""
+OF_TRAINING: Final = (PROJECTION_PREFIX, SCALE_PREFIX, FACTOR_PREFIX)
+"""Starts of the names of tensors that serve a training alone: projections of a distillation, scales of --qat, state of SOAP's matrices."""
 
 
 @dataclass(frozen=True)

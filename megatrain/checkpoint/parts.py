@@ -40,8 +40,6 @@ from megatrain.checkpoint.manifest import (
     read_root,
 )
 from megatrain.checkpoint.stored_values import check_kinds
-from megatrain.config.derive.vision import is_frozen_in
-from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box
 from megatrain.storage.disk import Disk, write_file
 from megatrain.storage.untrusted_json import InvalidError, json_object, parse_json
@@ -109,12 +107,7 @@ def merge_parts(lines: Sequence[Mapping[str, Any] | None], **contents: Any) -> M
     kinds: dict[str, set[str]] = {}
     for name, kind in origins:
         kinds.setdefault(name, set()).add(kind)
-    has_optimizer = any(len(found) > 1 for found in kinds.values())
-    for name, of_name in kinds.items():
-        assert WEIGHT in of_name, f"{name} has {sorted(of_name)}"
-        assert (len(of_name) > 1) == (has_optimizer and not is_frozen_in(contents["config"], name)), (
-            f"{name} has {sorted(of_name)}"
-        )
+    check_kinds(kinds, contents["state"], contents["config"])
     keys = set[str]().union(*(_split_keys(line["name_keys"]) for line in found))
     assert keys == {name_key(name) for name in kinds}, "a tensor lacks its first element"
     assert sum(line["tiling"] for line in found) % (1 << 64) == 0, "chunks overlap, or elements are missing"

@@ -28,9 +28,9 @@ from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, encode, tilin
 from megatrain.checkpoint.parts import MAX_RANKS_OF_WHOLE, merge_parts, tensors_of, write_part
 from megatrain.checkpoint.retention import remove_whole
 from megatrain.checkpoint.shard_file import WrittenFile, one_ahead, write_shard_file
+from megatrain.checkpoint.stored_values import check_kinds
 from megatrain.checkpoint.tensor_file import bytes_of, check_size
-from megatrain.config.derive.vision import is_frozen_in
-from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
+from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
 from megatrain.storage.disk import Disk, write_file
 from megatrain.storage.files import describe_write_error
@@ -295,12 +295,8 @@ def merge_reports(
 ) -> Manifest:
     """Return the manifest of all ranks' files; assert that chunks cover every tensor."""
     files, tensors = tensors_of([report for of_rank in reports for report in of_rank])
-    has_optimizer = any(len(tensor.kinds) > 1 for tensor in tensors.values())
+    check_kinds({name: tensor.kinds for name, tensor in tensors.items()}, state, config)
     for name, tensor in tensors.items():
-        assert WEIGHT in tensor.kinds, f"{name} has {list(tensor.kinds)}"
-        assert (len(tensor.kinds) > 1) == (has_optimizer and not is_frozen_in(config, name)), (
-            f"{name} has {list(tensor.kinds)}"
-        )
         for kind, stored in tensor.kinds.items():
             problem = tiling_problem(tensor.shape, [chunk.box for chunk in stored.chunks])
             assert problem is None, f"{name}: {kind}: {problem}"

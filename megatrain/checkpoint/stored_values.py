@@ -19,6 +19,7 @@ from megatrain.config.schema.lr_decay import LrDecay
 from megatrain.config.schema.tree import section_types
 from megatrain.config.schema.values import Range, is_resolved
 from megatrain.optim.sharded import WEIGHT
+from megatrain.optim.soap import FACTOR, FACTOR_PREFIX
 from megatrain.storage.untrusted_json import (
     InvalidError,
     flag,
@@ -138,9 +139,10 @@ def check_kinds(
     """Raise InvalidError if a tensor lacks a kind of state, or has one that `state` and `config` exclude."""
     expected = any(len(kinds) > 1 for kinds in tensors.values())
     for name, kinds in tensors.items():
-        has_optimizer = len(kinds) > 1
+        is_factor = name.startswith(FACTOR_PREFIX)
+        has_optimizer = len(kinds) > 1 or is_factor
         if (
-            WEIGHT not in kinds
+            (FACTOR if is_factor else WEIGHT) not in kinds
             or has_optimizer > state["has_optimizer"]
             or has_optimizer != (expected and not is_frozen_in(config, name))
         ):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.norm import NormSpec
 from megatrain.model import latent_functions
 from megatrain.model.attention_parts import core_attention
 from megatrain.model.implementations.module_builder import (
@@ -109,6 +110,13 @@ class DownProjectionOfKeys(nn.Module):
         return residual, Latents(x, *self.linear(x, None, info)[1].split(self.sizes, dim=-1))
 
 
+def latent_norm(spec: AttentionSpec, context: LayerContext) -> NormSpec:
+    """Return the norm of latents."""
+    assert spec.latent is not None
+    epsilon = spec.latent.norm_epsilon
+    return context.model.norm if epsilon is None else replace(context.model.norm, epsilon=epsilon)
+
+
 class UpProjection(nn.Module):
     """Norms of the latents, their products with the weights of this rank's heads, and RoPE.
 
@@ -130,7 +138,7 @@ class UpProjection(nn.Module):
         linears = context.linears(spec)
 
         def linear(name: str, rank: int | None, *, is_gathered: bool = False) -> ColumnLinear:
-            norm, one, builder = None, linears[name], context.builder
+            norm, one, builder = None, linears[name], context.builder.with_norms(latent_norm(spec, context))
             if rank is not None and spec.qk_norm == "latent" and (has_query_norm or name == "kv_up"):
                 rows_tp = replace(tp, sequence_parallel=False) if is_gathered else tp
                 norm = norm_weights(

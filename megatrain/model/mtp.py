@@ -29,11 +29,12 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 class InfoOfUse:
-    """The info of a pass for one of several uses of a module in it, which has router metrics of its own."""
+    """The info of a pass for one of several uses of a module in it, which has metrics of layers of its own."""
 
     def __init__(self, info: PassInfo) -> None:
         self.info = info
         self.router_metrics: dict[int, Tensor] = {}
+        self.indexer_losses: dict[int, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.info, name)
@@ -100,6 +101,8 @@ class MtpLayer(ShardedModule):
         for layer in uses[0].router_metrics:
             rows = [use.router_metrics[layer] for use in uses]
             info.router_metrics[layer] = mean_losses(torch.stack(rows).sum(0), len(rows))
+        for layer in uses[0].indexer_losses:
+            info.indexer_losses[layer] = torch.stack([use.indexer_losses[layer] for use in uses]).mean()
         return torch.cat(outputs)
 
     def _predict(self, before: Tensor, depth: int, batch: Batch, info: PassInfo) -> Tensor:

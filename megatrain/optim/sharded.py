@@ -1,7 +1,7 @@
 """The sharded optimizer: this rank owns the master weights and the optimizer state of its shard of every bucket.
 
     gradients (summed) -> exact norm -> clip -> rule (AdamW, SGD) on master weights -> cast to weights -> all-gather
-                                                (Muon on matrices, if enabled)       └> their average, if enabled
+                                                (Muon or SOAP on matrices)           └> their average, if enabled
 
 With the distributed optimizer (ZeRO-1, arXiv:1910.02054) the shards of the data-parallel ranks are disjoint; without
 it every rank owns everything. If weights and master weights have the same dtype, they share memory. The state of the
@@ -21,10 +21,10 @@ from megatrain.kernels.host_copy import zeros_on_host
 from megatrain.kernels.optimizer.shard_update import FlatUpdate, HyperparamRange
 from megatrain.kernels.optimizer.sum_of_squares import sum_of_squares
 from megatrain.optim.lr_schedule import Hyperparams
-from megatrain.optim.muon import Muon
+from megatrain.optim.matrix_update import MatrixUpdate
 from megatrain.optim.offload import HostUpdates, num_offloaded
 from megatrain.optim.update_rules import EMA, UpdateRule, update_average
-from megatrain.parallel.buckets import BucketParam, Shard
+from megatrain.parallel.buckets import Shard
 from megatrain.parallel.data_parallel import DataParallel, FlatBuffers
 from megatrain.parallel.layout import BoxRange, ParamGroup, ParamLayout
 
@@ -66,7 +66,7 @@ class LoadTarget(Protocol):
 def fill_weights(buffers: FlatBuffers, source: TensorSource) -> None:
     """Fill the model's weights of this rank's shards from `source`, without an optimizer; padding is left as it is."""
     for shard, flat in zip(buffers.shards, buffers.weights.shards, strict=True):
-        _fill(((param, box, flat[part]) for param, box, part in shard.owned()), source)
+        _fill(((param.entry.layout, box, flat[part]) for param, box, part in shard.owned()), source)
 
 
 class ShardedOptimizer:
@@ -75,12 +75,12 @@ class ShardedOptimizer:
     Args:
         parallel: reduces gradients and all-gathers weights over the replicas.
         rule: update rule.
-        muon: update of matrices instead of `rule`; None: `rule` updates all.
+        matrices: update of matrices instead of `rule`; None: `rule` updates all.
         clip_grad: largest norm of all gradients together; 0: no clipping.
         master_dtype: dtype of master weights.
         moment_dtypes: dtype of the rule's state by kind; default: `master_dtype`.
         ema_decay: decay of the exponential moving average of master weights; 0: there is none.
-        offload_fraction: fraction of the elements whose state is in host memory, in whole buckets; 0 with `muon`.
+        offload_fraction: fraction of the elements whose state is in host memory, in whole buckets; 0 with `matrices`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ShardedOptimizer:
         parallel: DataParallel,
         rule: UpdateRule,
         *,
-        muon: Muon | None = None,
+        matrices: MatrixUpdate | None = None,
         clip_grad: float,
         master_dtype: torch.dtype,
         moment_dtypes: Mapping[str, torch.dtype] | None = None,
@@ -98,7 +98,7 @@ class ShardedOptimizer:
         self.parallel = parallel
         self.buffers = parallel.buffers
         self.rule = rule
-        self.muon = muon
+        self.matrices = matrices
         self.ema_decay = ema_decay
         self.clip_grad = clip_grad
         self.master_dtype = master_dtype
@@ -111,7 +111,7 @@ class ShardedOptimizer:
         self.device = weights[0].device
         self.num_on_device = len(weights) - num_offloaded([w.numel() for w in weights], offload_fraction)
         on_device, offloaded = weights[: self.num_on_device], weights[self.num_on_device :]
-        assert muon is None or not offloaded, "a rule refuses it"
+        assert matrices is None or not offloaded, "a rule refuses it"
         self.master_weights = [
             w
             if w.dtype == master_dtype or not shard.bucket.is_trained
@@ -122,36 +122,44 @@ class ShardedOptimizer:
         self.host_updates = (
             HostUpdates(gradients[self.num_on_device :], offloaded, master_dtype) if offloaded else None
         )
-        self._muon_sizes = [
-            0 if muon is None else min(max(shard.bucket.num_in_matrices - shard.start, 0), shard.numel)
+        self._matrix_sizes = [
+            0 if matrices is None else min(max(shard.bucket.num_in_matrices - shard.start, 0), shard.numel)
             for shard in self.buffers.shards
         ]
-        """Leading elements of each shard that Muon updates: matrices come first in a bucket."""
+        """Leading elements of each shard that `matrices` updates: they come first in a bucket."""
         dtypes = dict.fromkeys(self.kinds, master_dtype) | dict(moment_dtypes or {})
         self.moments = {
             kind: [self._zeros(kind, number, dtypes[kind]) for number in range(len(weights))]
-            for kind in self.kinds[1:]
+            for kind in self._kinds_of_elements[1:]
         }
         self._group_ranges = [list(_group_ranges(shard)) for shard in self.buffers.shards]
         self._counted_ranges = [list(self._counted_here(shard)) for shard in self.buffers.shards]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of state per element, by their names in checkpoints; the master weight comes first."""
-        return (WEIGHT, *self.rule.kinds, *(() if self.muon is None else self.muon.kinds), *self._averages)
+        """Kinds of state, by their names in checkpoints; the master weight comes first."""
+        factors = None if self.matrices is None else self.matrices.factor_kind
+        return self._kinds_of_elements if factors is None else (*self._kinds_of_elements, factors)
+
+    @property
+    def _kinds_of_elements(self) -> tuple[str, ...]:
+        of_matrices = () if self.matrices is None else self.matrices.kinds
+        return (WEIGHT, *self.rule.kinds, *of_matrices, *self._averages)
 
     @property
     def _averages(self) -> tuple[str, ...]:
         return (EMA,) if self.ema_decay > 0 else ()
 
     def kinds_of(self, layout: ParamLayout) -> tuple[str, ...]:
-        """Return the kinds of state of a parameter."""
-        if self.muon is not None and layout.group.is_matrix:
-            return (WEIGHT, *self.muon.kinds, *self._averages)
+        """Return the kinds of state of a parameter's elements."""
+        if self.matrices is not None and layout.group.is_matrix:
+            return (WEIGHT, *self.matrices.kinds, *self._averages)
         return (WEIGHT, *self.rule.kinds, *self._averages) if layout.is_trained else (WEIGHT,)
 
     def state(self, kind: str) -> list[Tensor]:
-        """Return one flat tensor per shard of the buffers, with the elements that have this kind of state."""
+        """Return one flat tensor per shard of the buffers, with the elements that have this kind of state; all tensors of matrices."""
+        if self.matrices is not None and kind == self.matrices.factor_kind:
+            return [values for _, _, values in self.matrices.factors()]
         self.parallel.wait_for_weights()  # master weights may share memory with weights that an all-gather reads
         return self.master_weights if kind == WEIGHT else self.moments[kind]
 
@@ -159,13 +167,16 @@ class ShardedOptimizer:
         """Fill this rank's shards of a kind of state from `source`. After `weight`, call `sync_model_weights`."""
         _fill(self.owned(kind), source)
 
-    def owned(self, kind: str) -> Iterator[tuple[BucketParam, BoxRange, Tensor]]:
-        """Yield every box of this rank that has a kind of state, with its parameter and its values, flat."""
+    def owned(self, kind: str) -> Iterator[tuple[ParamLayout, BoxRange, Tensor]]:
+        """Yield every box of this rank that has a kind of state, with the layout of its tensor and its values, flat."""
+        if self.matrices is not None and kind == self.matrices.factor_kind:
+            yield from self.matrices.factors()
+            return
         for number, (shard, flat) in enumerate(zip(self.buffers.shards, self.state(kind), strict=True)):
             first = self._region(kind, number).start
             for param, box, part in shard.owned():
                 if kind in self.kinds_of(param.entry.layout):
-                    yield param, box, flat[part.start - first : part.stop - first]
+                    yield param.entry.layout, box, flat[part.start - first : part.stop - first]
 
     def sync_model_weights(self) -> None:
         """Cast the master weights to the model's weights and all-gather them."""
@@ -205,8 +216,8 @@ class ShardedOptimizer:
         self.wait_for_readers()
         self.step_count += 1
         shards = self._updates(hyperparams, norm, gradient_scale, is_finite)
-        if self.muon is not None:
-            self.muon.step(shards, self.moments)
+        if self.matrices is not None:
+            self.matrices.step(shards, self.moments, self.step_count)
         on_device, offloaded = shards[: self.num_on_device], shards[self.num_on_device :]
         if self.host_updates is not None:
             self.host_updates.begin(offloaded)
@@ -255,9 +266,9 @@ class ShardedOptimizer:
         ]
 
     def _update(self, number: int, shard: FlatUpdate) -> None:
-        """Apply the rule to all elements that Muon does not update, and then update the average."""
+        """Apply the rule to all elements that `matrices` does not update, and then update the average."""
         moments = {kind: self.moments[kind][number] for kind in self.rule.kinds}
-        self.rule.update(shard.from_element(self._muon_sizes[number]), moments, self.step_count)
+        self.rule.update(shard.from_element(self._matrix_sizes[number]), moments, self.step_count)
         if self.after_update is not None:
             self.after_update(number, shard)
         if self.ema_decay > 0:
@@ -272,12 +283,12 @@ class ShardedOptimizer:
 
     def _region(self, kind: str, number: int) -> slice:
         """Return the elements of a shard that have a kind of state."""
-        muon_size, size = self._muon_sizes[number], self.master_weights[number].numel()
+        of_matrices, size = self._matrix_sizes[number], self.master_weights[number].numel()
         if kind != WEIGHT and not self.buffers.buckets[number].is_trained:
             return slice(0, 0)
         if kind in (WEIGHT, EMA):
             return slice(0, size)
-        return slice(muon_size, size) if kind in self.rule.kinds else slice(0, muon_size)
+        return slice(of_matrices, size) if kind in self.rule.kinds else slice(0, of_matrices)
 
     def _counted_here(self, shard: Shard) -> Iterator[slice]:
         """Yield the ranges of a shard that this rank counts; adjacent pieces, thousands in a model of experts, are one range."""
@@ -309,9 +320,9 @@ def num_zero_gradients(optimizer: ShardedOptimizer) -> Tensor:
     return optimizer.parallel.sum_over_ranks(count)
 
 
-def _fill(boxes: Iterable[tuple[BucketParam, BoxRange, Tensor]], source: TensorSource) -> None:
-    for param, box, values in boxes:
-        source.fill(values.view(box.shape), param.entry.layout, box)
+def _fill(boxes: Iterable[tuple[ParamLayout, BoxRange, Tensor]], source: TensorSource) -> None:
+    for layout, box, values in boxes:
+        source.fill(values.view(box.shape), layout, box)
 
 
 def _hyperparam_range(group: ParamGroup, part: slice, hyperparams: Hyperparams) -> HyperparamRange:

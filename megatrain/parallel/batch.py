@@ -118,6 +118,8 @@ class PassInfo:
 
     router_metrics: dict[int, Tensor] = field(default_factory=dict)
     """Metrics of the routers of this pass, by layer number: see `model/experts/router.py`."""
+    indexer_losses: dict[int, Tensor] = field(default_factory=dict)
+    """Losses of the indexers of sparse attention in this pass, without their coefficient, by layer number."""
 
     def compute_weight_gradient(self, work: Callable[[], None], *, may_be_late: bool = False) -> None:
         """Run `work` now, or defer it to the schedule's weight-gradient action or to `compute_late`."""

@@ -28,9 +28,11 @@ from megatrain.model.recompute import Recompute
 from megatrain.model.user_loss import UserLoss
 from megatrain.optim.loss_scale import DynamicLossScaler, LossScaler
 from megatrain.optim.lr_schedule import HyperparamSchedules, LrSchedule, WeightDecaySchedule
+from megatrain.optim.matrix_update import MatrixUpdate
 from megatrain.optim.muon import Muon, MuonRule, SecondMoment
 from megatrain.optim.qk_clip import QkClip
 from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.optim.soap import Soap, SoapRule
 from megatrain.optim.update_rules import AdamwRule, LionRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
@@ -182,7 +184,7 @@ def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> 
     return ShardedOptimizer(
         data_parallel,
         _update_rule(plan),
-        muon=_muon(plan, data_parallel.buffers, grid),
+        matrices=_matrix_update(plan, data_parallel.buffers, grid),
         clip_grad=optimizer.clip_grad,
         master_dtype=getattr(torch, plan.derived.master_dtype),
         moment_dtypes=_optimizer_state_dtypes(plan),
@@ -396,11 +398,22 @@ def _update_rule(plan: Plan) -> UpdateRule:
     return AdamwRule(beta1=optimizer.adam_beta1, beta2=optimizer.adam_beta2, eps=optimizer.adam_eps)
 
 
-def _muon(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> Muon | None:
-    """Return the Muon update of the layers' matrices, or None with another optimizer."""
+def _matrix_update(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> MatrixUpdate | None:
+    """Return the update of the layers' matrices by Muon or SOAP, or None with another optimizer."""
     optimizer = plan.config.optimizer
     if not optimizer.has_matrices:
         return None
+    if optimizer.optimizer == "soap":
+        soap = SoapRule(
+            beta1=optimizer.adam_beta1,
+            beta2=optimizer.adam_beta2,
+            eps=optimizer.adam_eps,
+            shampoo_beta=optimizer.soap_shampoo_beta,
+            frequency=optimizer.soap_precondition_frequency,
+            max_dim=optimizer.soap_max_preconditioner_dim,
+        )
+        device, dtype = buffers.weights.shards[0].device, getattr(torch, plan.derived.master_dtype)
+        return Soap(soap, buffers.shards, grid, device=device, dtype=dtype)
     rule = MuonRule(
         momentum=optimizer.muon_momentum,
         is_nesterov=optimizer.muon_nesterov,

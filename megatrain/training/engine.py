@@ -39,7 +39,7 @@ from megatrain.training.build import (
     build_pipeline,
     build_training_passes,
 )
-from megatrain.training.losses import Losses, loss_names, losses_of
+from megatrain.training.losses import Losses, loss_names, losses_of, mean_indexer_loss
 from megatrain.training.routers import Routers
 from megatrain.training.step_report import PendingStep, StepMetrics, StepReport
 from megatrain.training.stragglers import ComputeTimes
@@ -197,7 +197,8 @@ class Engine:
             if isinstance(self.training_passes, GraphedPasses):
                 self.training_passes.forget()
         self.routers.collect(infos)
-        return losses_of(self.loss_names, self.sum_over_ranks(infos, self.loss_names))
+        of_indexers = mean_indexer_loss(self.model.spec.num_trained_indexers, infos, self.grid, self.device)
+        return losses_of(self.loss_names, self.sum_over_ranks(infos, self.loss_names), of_indexers)
 
     def _compute_gradients(self, batches: Sequence[Batch], first_sample: int) -> list[PassInfo] | None:
         """Run all passes and reduce gradients; return the infos of the passes, or None if experts lacked memory for tokens."""

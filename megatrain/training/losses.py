@@ -14,6 +14,9 @@ from torch import Tensor
 
 from megatrain.config.model_spec.head import HeadSpec
 from megatrain.model.gpt import Model
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.grid import RankGrid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,8 @@ class Losses:
     """None without --z-loss-coeff."""
     distillation: Tensor | None = None
     """Divergence from a teacher's logits, then the distance of each layer pair, without their weights, [1 + pairs]."""
+    indexer_loss: Tensor | None = None
+    """Mean over layers, micro-batches and replicas of the losses of indexers; None without any."""
     mtp: Tensor | None = None
     """Losses of multi-token prediction by depth, without their factor, [depths]; None without --mtp-num-layers."""
 
@@ -67,14 +72,30 @@ def mean_losses(sums: Tensor) -> Tensor:
     return sums[:-1] / sums[-1].clamp(min=1)
 
 
-def losses_of(names: Sequence[str], sums: Tensor) -> Losses:
-    """Return the means of the sums of these names."""
+def mean_indexer_loss(
+    num_indexers: int, infos: Sequence[PassInfo], grid: RankGrid, device: torch.device
+) -> Tensor | None:
+    """Return the mean of the losses of all indexers of the model in a step's passes, on all ranks; None without indexers.
+
+    All ranks call it. Tensor ranks have equal losses, and a stage those of its layers.
+    """
+    if not num_indexers:
+        return None
+    own = [loss.double() for info in infos for loss in info.indexer_losses.values()]
+    total = torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64, device=device)
+    total = all_reduce(all_reduce(total, grid.replicas), grid.pp)
+    return total / (num_indexers * len(infos) * grid.replicas.size)
+
+
+def losses_of(names: Sequence[str], sums: Tensor, indexer_loss: Tensor | None) -> Losses:
+    """Return the means of the sums of these names, with the mean loss of indexers."""
     count = names.index("tokens")
     losses = dict(zip(names[:count], mean_losses(sums[: count + 1]), strict=True))
     of_depths = sums[count + 1 :]
     of_teacher = [losses.pop(name) for name in names if name.startswith("kd_")]
     return Losses(
         **losses,
+        indexer_loss=indexer_loss,
         distillation=torch.stack(of_teacher) if of_teacher else None,
         mtp=quotients(of_depths) if len(of_depths) else None,
     )

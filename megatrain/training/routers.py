@@ -112,7 +112,7 @@ class Routers:
         """Iterations since each expert had a token, [layers, experts]."""
         self._is_expert = torch.arange(max_experts, device=device) < self._num_experts[:, None]
         coefficients = [dict(spec.losses) | {"z_loss": spec.z_loss_coeff} for spec in self.specs.values()]
-        self._has_indexers = model.spec.trains_indexers
+        self._has_indexers = model.spec.num_trained_indexers > 0
         self.loss_names = [name for name in _LOSS_NAMES if any(layer.get(name) for layer in coefficients)]
 
     @property

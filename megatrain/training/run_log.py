@@ -270,6 +270,7 @@ class RunLog:
             "lm_loss": report.lm_loss,
             "sop_loss": report.sop_loss,
             "z_loss": report.z_loss,
+            "indexer_loss": report.indexer_loss,
             "routers": router_values(report.routers),
             "mtp_losses": {f"mtp_{k} loss": loss for k, loss in enumerate(report.mtp_losses, 1)} or None,
             "kd_losses": dict(zip(self._kd_names, report.distillation_losses, strict=True)) or None,
@@ -378,7 +379,7 @@ def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     last = dict(interval[-1])
     trained = [values for values in interval if not values["skipped"]] or interval
-    for name in ("lm_loss", "sop_loss", "z_loss"):
+    for name in ("lm_loss", "sop_loss", "z_loss", "indexer_loss"):
         if last[name] is not None:
             last[name] = sum(values[name] for values in trained) / len(trained)
     if last["routers"] is not None:

@@ -49,6 +49,8 @@ class StepReport:
     """Mean loss of the next-sentence head over the micro-batches; None without one."""
     z_loss: float | None = None
     """Mean of the z-loss over the same tokens; None without --z-loss-coeff."""
+    indexer_loss: float | None = None
+    """Mean loss of the indexers of sparse attention over layers and micro-batches; None without any."""
     distillation_losses: tuple[float, ...] = ()
     """The mean divergence from a teacher's logits, then the mean distance of each layer pair, over the same tokens."""
     mtp_losses: tuple[float, ...] = ()
@@ -80,6 +82,7 @@ class StepReport:
             lm_loss=lm_loss,
             sop_loss=None if losses.sop_loss is None else losses.sop_loss.item(),
             z_loss=None if losses.z_loss is None else losses.z_loss.item(),
+            indexer_loss=None if losses.indexer_loss is None else losses.indexer_loss.item(),
             grad_norm=grad_norm,
             loss_scale=loss_scale,
             is_finite=math.isfinite(grad_norm) and math.isfinite(lm_loss),

@@ -48,6 +48,7 @@ from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.config.model_spec.stack import Stack
 from megatrain.model.gpt import build_model
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
+from megatrain.optim.soap import Soap, SoapRule
 from megatrain.optim.update_rules import AdamwRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
@@ -59,6 +60,8 @@ from megatrain.parallel.rank_lists import GridShape
 from megatrain.storage.disk import Disk
 
 CPU = torch.device("cpu")
+SOAP = SoapRule(beta1=0.9, beta2=0.99, eps=1e-8, shampoo_beta=0.9, frequency=1, max_dim=40)
+"""Of layouts with matrices; 40 is less than the 48 rows of the first layer of an MLP."""
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
@@ -123,8 +126,16 @@ def build_rank(
         model.registry, grid=grid, weight_dtype=dtype, grad_dtype=master_dtype, device=CPU
     )
     rule = AdamwRule(beta1=0.9, beta2=0.99, eps=1e-8)
-    parallel = DataParallel(buffers, grid)
-    return Rank(grid, ShardedOptimizer(parallel, rule, clip_grad=1.0, master_dtype=master_dtype))
+    optimizer = ShardedOptimizer(
+        DataParallel(buffers, grid),
+        rule,
+        matrices=Soap(SOAP, buffers.shards, grid, device=CPU, dtype=master_dtype)
+        if shape.has_matrices
+        else None,
+        clip_grad=1.0,
+        master_dtype=master_dtype,
+    )
+    return Rank(grid, optimizer)
 
 
 def build_ranks(shape: GridShape, spec: ModelSpec, **options: Any) -> list[Rank]:
@@ -257,7 +268,9 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
 def fill_all(path: Path, ranks: list[Rank]) -> None:
     """Load as `load_checkpoint` does, rank after rank."""
     with CheckpointReader(path) as reader:
-        used = [check_names(reader, rank.optimizer.buffers.registry, lambda _: STATE_KINDS) for rank in ranks]
+        used = [
+            check_names(reader, rank.optimizer.buffers.registry, rank.optimizer.kinds_of) for rank in ranks
+        ]
         check_no_unused_tensors(reader, used)
         for rank in ranks:
             load_shards(reader, rank.optimizer, with_optimizer=True)

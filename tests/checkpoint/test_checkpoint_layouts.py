@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import torch
 from canonical_weights import hash_tensors
 from checkpoint_helpers import (
     CPU,
-    STATE_KINDS,
     assert_same,
     build_rank,
     build_ranks,
@@ -69,12 +69,15 @@ def test_a_round_trip_is_exact(tmp_path: Path, dtype: torch.dtype, master_dtype:
 
 
 @pytest.mark.parametrize(
-    ("vocab", "tied", "num_depths"), one_in(2, [(15, True, 0), (29, False, 0), (29, False, 2)])
+    ("vocab", "tied", "num_depths", "soap"),
+    one_in(2, [(15, True, 0, False), (29, False, 0, False), (15, True, 0, True), (29, False, 2, False)]),
 )
-def test_any_layout_loads_any_other(tmp_path: Path, vocab: int, *, tied: bool, num_depths: int) -> None:
+def test_any_layout_loads_any_other(
+    tmp_path: Path, vocab: int, *, tied: bool, num_depths: int, soap: bool
+) -> None:
     """A vocabulary of 15 leaves the second of two tensor ranks nothing but padding."""
     layouts = []
-    for shape in SHAPES:
+    for shape in (dataclasses.replace(one, has_matrices=soap) for one in SHAPES):
         padded = 32 if shape.tp > 1 else vocab
         spec = small_spec(tied=tied, vocab=vocab, padded=padded, num_depths=num_depths)
         layouts.append(build_ranks(shape, spec))
@@ -86,7 +89,8 @@ def test_any_layout_loads_any_other(tmp_path: Path, vocab: int, *, tied: bool, n
         path = save_all(tmp_path, ranks, number + 1, chunk_bytes=700, file_bytes=5000)
         assert verify(path) == []
         assert read_manifest(path).tensors["embedding.word_embeddings.weight"].shape == (vocab, 16)
-        hashes.append([hash_tensors(path, kind) for kind in STATE_KINDS])
+        hashes.append([hash_tensors(path, kind) for kind in layouts[0][0].optimizer.kinds])
+    assert len(hashes[0]) == (5 if soap else 3)
     assert all(found == hashes[0] for found in hashes)
     for number in range(len(layouts)):
         for ranks, values in zip(layouts, wanted, strict=True):

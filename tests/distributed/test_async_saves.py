@@ -119,6 +119,7 @@ OPTIONS = [
             ("dp4", ZERO_3),
             ("dp4", f"{ZERO_3} --bf16"),
             ("tp2 dp2", "--optimizer muon --muon-momentum 0.9"),
+            ("tp2 dp2", "--optimizer soap"),
             ("one process", "--optimizer sgd"),
             ("dp4", f"{EXPERTS} --expert-model-parallel-size 2"),
             ("tp2 dp2", "--no-save-optim"),

@@ -43,6 +43,7 @@ RUNS = {
     "adaptive muon, lion and clipped logits tp2 dp2": (4, (
         "--bf16 --optimizer adaptive_muon --muon-nesterov --muon-scalar-optimizer lion --qk-clip --qk-clip-threshold 1e-3"
         " --tensor-model-parallel-size 2")),
+    "soap tp2 dp2": (4, "--bf16 --optimizer soap --soap-precondition-frequency 3 --tensor-model-parallel-size 2"),
     "fp8 delayed pp2": (2, ("--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
                             " --pipeline-model-parallel-size 2")),
     "fp8 delayed gather dp2": (2, "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-param-gather"),
@@ -96,7 +97,7 @@ def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Unbroke
     return UnbrokenRuns(functools.partial(train, pool), tmp_path_factory)
 
 
-ALWAYS = ("ramp", "fp16")
+ALWAYS = ("ramp", "fp16", "soap tp2 dp2")
 """Runs that every test run stops and resumes; nightly runs do so with the others."""
 
 
@@ -115,8 +116,10 @@ def test_stopped_twice_and_resumed_equals_never_stopped(
 
 
 @pytest.mark.nightly
-def test_muon_resumes_under_another_layout(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
-    name = "adaptive muon, lion and clipped logits tp2 dp2"
+@pytest.mark.parametrize("name", ["adaptive muon, lion and clipped logits tp2 dp2", "soap tp2 dp2"])
+def test_matrices_resume_under_another_layout(
+    pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path, name: str
+) -> None:
     assert train(pool, name, tmp_path, "--exit-interval", "10") == {75}
     flags = [*RUNS[name][1].split()[:-2], *folder_flags(tmp_path)]
     assert set(pool.run(2, train_here, flags)) == {0}

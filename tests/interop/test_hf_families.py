@@ -43,6 +43,7 @@ REQUIRED_BY = {
     "DeepSeek-V2, groups": {"num_experts_per_tok", "topk_group"},
     "DeepSeek-V3": {"num_key_value_heads"},
     "DeepSeek-V3.2": {"num_key_value_heads"},
+    "GLM-5": {"num_key_value_heads"},
     "Mamba-2": {"num_heads", "head_dim"},
     "Bamba": {"mamba_n_heads"},
     "Falcon-H1": {"mamba_n_heads", "mamba_d_ssm"},

@@ -111,13 +111,21 @@ def test_a_tied_output_weight_in_the_files_must_equal_the_embedding(tmp_path: Pa
     )
 
 
+GLM = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "num_key_value_heads": 4, "moe_intermediate_size": 8,
+    "first_k_dense_replace": 0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"architectures": ["OtherForCausalLM"]}, "'OtherForCausalLM' is not converted"),
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "rotary positions of rows and columns"),
         ({"architectures": ["FalconForCausalLM"]}, "one norm for both branches"),
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "rms_norm_eps 1e-05 is not 1e-06"),
+        ({**GLM, "index_topk_freq": 2}, "index_topk_freq is 2"),
+        ({**GLM, "index_topk_pattern": "FS"}, "share the selection of another layer"),
+        ({**GLM, "indexer_types": ["full", "shared"]}, "indexer_types is "),
         ({"architectures": None}, "is not converted"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map names code"),
         ({"quantization_config": {"bits": 4}}, "quantized weights"),

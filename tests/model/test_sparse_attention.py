@@ -1,5 +1,7 @@
 """Sparse attention: the keys of the largest scores, and the loss of the indexer, against their formulas in fp64."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -62,6 +64,28 @@ def test_the_loss_of_the_indexer_trains_the_indexer_alone() -> None:
             assert not idle[name].any()
         else:
             assert (values == idle[name]).all(), name
+
+
+@pytest.mark.parametrize("words", ["dsa", "dsa uniform"])
+def test_the_logged_loss_is_a_mean_over_layers_and_micro_batches_without_its_coefficient(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputed passes do not count twice."""
+    layout, found, forward = Layout.of(words), set[float](), sparse_attention.Indexer.forward
+
+    def noted(self: sparse_attention.Indexer, *args: Any) -> Any:
+        selected, loss = forward(self, *args)
+        found.add(float(loss.detach()) / self.spec.loss_coeff)
+        return selected, loss
+
+    monkeypatch.setattr(sparse_attention.Indexer, "forward", noted)
+    logged = []
+    for coeff in ("0.5", "0.25"):
+        engine = engine_of(tiny_plan(layout, 1, "--dsa-indexer-loss-coeff", coeff), 0)
+        losses = engine.accumulate_gradients(list(local_batches(0, layout, 0)), first_sample=0)
+        assert losses.indexer_loss is not None
+        logged.append(float(losses.indexer_loss))
+    assert logged == pytest.approx([sum(found) / len(found)] * 2, rel=1e-12)
 
 
 def _gradients(layout: Layout, loss_coeff: str) -> dict[str, npt.NDArray[np.float64]]:

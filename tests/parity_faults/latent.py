@@ -17,6 +17,7 @@ from megatrain.model.layouts import replicated_layout
 from megatrain.parallel.collectives import reduce_scatter
 from megatrain.parallel.layout import ParamLayout
 from megatrain.tools.parity.runs.program import Patch
+from megatrain.training import losses
 
 _LATENT_NORMS = (".q_norm.weight", ".kv_norm.weight")
 
@@ -56,6 +57,11 @@ def _probabilities_of_local_heads() -> AbstractContextManager[Any]:
     return mock.patch.object(sparse_attention, "all_reduce", lambda x, _group: x)
 
 
+def _indexer_losses_of_a_stage() -> AbstractContextManager[Any]:
+    """Log the indexer losses of the stage alone."""
+    return mock.patch.object(losses, "all_reduce", lambda x, _group: x)
+
+
 LATENT_FAULTS: dict[str, tuple[Patch, str]] = {
     "latent norm skipped on one rank": (_latent_norms_skipped, "tp2 mla"),
     "rotary channels of keys not shared over the heads of all ranks": (_rotary_keys_per_rank, "tp2 mla"),
@@ -66,5 +72,6 @@ LATENT_FAULTS: dict[str, tuple[Patch, str]] = {
     ),
     "gradient of the indexer summed over tensor ranks": (_gathered_gradients_summed, "tp2 sp dsa"),
     "indexer learns from the heads of one rank": (_probabilities_of_local_heads, "tp2 dsa"),
+    "indexer losses of one stage logged": (_indexer_losses_of_a_stage, "pp2 dsa"),
 }
 """Context manager and layout of each fault."""

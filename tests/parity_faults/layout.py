@@ -18,6 +18,7 @@ from megatrain.model import head
 from megatrain.model.implementations import attention, split_norm
 from megatrain.optim.muon import Muon
 from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.optim.soap import MatrixState
 from megatrain.parallel import data_parallel, tensor_parallel
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
@@ -59,11 +60,24 @@ def _wrong_scale() -> AbstractContextManager[Any]:
 def _muon_per_rank() -> AbstractContextManager[Any]:
     step = Muon.step
 
-    def alone(self: Muon, shards: Any, momenta: Any) -> None:
+    def alone(self: Muon, *args: Any) -> None:
+        self.owned = {
+            family: [[one for of_rank in owned for one in of_rank]] for family, owned in self.owned.items()
+        }
         self.groups = dict.fromkeys(self.groups, RankGroup("own", (0,), 0))
-        step(self, shards, momenta)
+        step(self, *args)
 
     return mock.patch.object(Muon, "step", alone)
+
+
+def _covariances_of_a_part() -> AbstractContextManager[Any]:
+    accumulate = MatrixState.accumulate
+
+    def of_rows(self: MatrixState, gradient: torch.Tensor, beta: float) -> None:
+        rows = torch.arange(len(gradient), device=gradient.device)[:, None] < len(gradient) // 2
+        accumulate(self, gradient * rows, beta)
+
+    return mock.patch.object(MatrixState, "accumulate", of_rows)
 
 
 def _documents_ignored() -> AbstractContextManager[Any]:
@@ -346,6 +360,7 @@ LAYOUT_FAULTS: dict[str, tuple[Patch, str]] = {
     "router losses with the rank's own loads": (_loads_not_reduced, "cp2 deepseek seqauxloss"),
     "expert biases updated by the replica's own loads": (_biases_not_reduced, "dp2 deepseek"),
     "Muon orthogonalizes a rank's shard only": (_muon_per_rank, "tp2 muon"),
+    "SOAP has covariances of a tensor rank's rows": (_covariances_of_a_part, "tp2 soap"),
     "wrong tied embedding": (_partial_sums_skipped_over("embedding"), "pp2 tied"),
     "gradient of the embedding's copy for multi-token prediction lost": (
         _partial_sums_skipped_over("embedding"),

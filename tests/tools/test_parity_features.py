@@ -131,6 +131,7 @@ REFUSED = {
     ("zbh1", "moeoverlap"): "pp2 zbh1 dp2 mixtral ep2 moeoverlap",
     ("zbv", "moeoverlap"): "pp2 zbv dp2 mixtral ep2 moeoverlap",
     ("muon", "offload"): "muon offload",
+    ("soap", "offload"): "soap offload",
     ("teacher", "zbv"): "pp2 zbv teacher",
     ("teacher", "dualpipev"): "pp2 dualpipev reverseteacher",
     ("mtprepeated", "globalauxloss"): "mixtral globalauxloss mtprepeated",

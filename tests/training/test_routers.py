@@ -32,7 +32,7 @@ GOOD = torch.tensor(True)
 def routers_of(specs: dict[int, RouterSpec]) -> Routers:
     grid = build_grid(GridShape(), 0)
     model = SimpleNamespace(
-        spec=SimpleNamespace(routers=specs, trains_indexers=False),
+        spec=SimpleNamespace(routers=specs, num_trained_indexers=0),
         expert_biases=ExpertBiases(specs, map(str, specs), dtype=torch.float32, device=CPU),
         tp=TensorParallel(grid.tp, grid.kv, sequence_parallel=False),
         cp=ContextParallel(RankGroup("cp", (0,), 0)),

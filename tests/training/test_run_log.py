@@ -16,7 +16,7 @@ from megatrain.training.run_log import averaged, mean_times
 from megatrain.training.timers import Timers, across_ranks
 
 VALUES: dict[str, Any] = {
-    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "sop_loss": None, "z_loss": None, "routers": None, "mtp_losses": None, "kd_losses": None,
+    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "sop_loss": None, "z_loss": None, "indexer_loss": None, "routers": None, "mtp_losses": None, "kd_losses": None,
     "grad_norm": 1.5, "params_norm": 50.0, "num_zeros": 7, "max_attention_logit": 12.5, "learning_rate": 1e-3, "loss_scale": 1.0, "iteration_ms": 100.0,
     "timers": {"optimizer": 4.0}, "tokens_per_second_per_gpu": 1000.0, "tflops_per_gpu": 100.0, "mfu": 0.4, "skipped": 0, "nan": 0,
 }  # fmt: skip
@@ -80,6 +80,11 @@ def test_the_z_loss_is_a_column_after_the_loss() -> None:
         [{**VALUES, "z_loss": 0.25}, {**VALUES, "skipped": 1, "z_loss": 9.0}, {**VALUES, "z_loss": 0.75}]
     )
     assert "| lm loss: 2.000000E+00 | z loss: 5.000000E-01 |" in line(means)
+
+
+def test_the_loss_of_indexers_is_a_column() -> None:
+    means = averaged([{**VALUES, "indexer_loss": 0.25}, {**VALUES, "indexer_loss": 0.75}])
+    assert "| lm loss: 2.000000E+00 | indexer loss: 5.000000E-01 |" in line(means)
 
 
 def test_losses_of_multi_token_prediction_stand_behind_the_loss() -> None:

@@ -148,6 +148,7 @@ def group_learning_rates(
             "adam": "muP: Adam of matrices with lr and eps / ",
             "lion": "muP: Lion of matrices with lr / ",
             "adaptive_muon": "muP: matrices with lr / ",
+            "soap": "muP: matrices with lr / ",  # a conflict
             "muon": "muP: Adam of an output layer with lr / ",
         }[optimizer.optimizer]
         reasons.append(f"{scaling}width multiplier {model.mup_width_mult:g}")

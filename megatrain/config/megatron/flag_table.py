@@ -62,7 +62,6 @@ UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--fp8-recipe": ("custom",),
     "--muon-coefficient-type": ("cans", "aol", "deepseekv4", "custom"),
     "--muon-fp32-matmul-prec": ("low",),
-    "--optimizer": ("soap",),
     "--position-embedding-type": ("mrope", "yarn"),
     "--transformer-impl": ("inference_optimized",),
 }

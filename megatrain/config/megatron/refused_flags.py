@@ -24,9 +24,15 @@ REFUSED_FLAGS: Final = (
     ),
     # Different by design
     refused(
-        "--load reads checkpoints of Megatron-LM as they are, and another command writes them",
-        "--ckpt-convert-format= --ckpt-convert-save= --ckpt-convert-update-legacy-dist-opt-format",
-        instead="use `megatrain convert megatrain-to-megatron`, which writes the format torch_dist",
+        "--load reads checkpoints of Megatron-LM as they are, and a command without GPUs converts them",
+        "--ckpt-convert-format= --ckpt-convert-save=",
+        instead="use `megatrain convert megatrain-to-megatron`, which writes the format torch_dist, after"
+        " `megatrain convert megatron-to-megatrain` for a checkpoint of Megatron-LM; or --also-save torch_dist in a run",
+    ),
+    refused(
+        "optimizer state in buckets, whose order only a model in the same layout knows, is not read",
+        "--ckpt-convert-update-legacy-dist-opt-format",
+        instead="remove the flag, and load the weights alone (--no-load-optim)",
     ),
     refused(
         "all replicas always start from the same weights",

@@ -26,6 +26,8 @@ class LatentSizes:
     qk_rope_head_dim: int
     """Channels of queries and keys with RoPE; all heads of keys share them."""
     v_head_dim: int
+    norm_epsilon: float | None = None
+    """Epsilon of the norms of latents; None: that of the model's norms."""
 
     @property
     def head_dim(self) -> int:

@@ -179,10 +179,10 @@ class ModelSpec:
         }
 
     @property
-    def trains_indexers(self) -> bool:
-        """Some layer has sparse attention whose indexer adds to the loss."""
-        parts = (part for layer in self.all_layers for part in layer.parts)
-        return any(isinstance(part, SparseAttentionSpec) and part.indexer.loss_coeff > 0 for part in parts)
+    def num_trained_indexers(self) -> int:
+        """Number of layers with sparse attention whose indexer adds to the loss."""
+        parts = [part for layer in self.all_layers for part in layer.parts]
+        return sum(isinstance(part, SparseAttentionSpec) and part.indexer.loss_coeff > 0 for part in parts)
 
     @property
     def routers_by_name(self) -> dict[str, RouterSpec]:

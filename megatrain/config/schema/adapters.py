@@ -26,7 +26,14 @@ class AdaptersConfig(Section, on_resume=SHAPE, taken_by=ARGS):
         at_least=1,
         adapts=is_turned_on,
         conflicts=(
-            conflict("optimizer.optimizer", "muon", "adaptive_muon", why=_FROZEN, fix="use --optimizer adam"),
+            conflict(
+                "optimizer.optimizer",
+                "muon",
+                "adaptive_muon",
+                "soap",
+                why=_FROZEN,
+                fix="use --optimizer adam",
+            ),
             conflict("optimizer.optimizer_cpu_offload", why=_FROZEN),
             conflict("precision.fp8_format", why=_FROZEN),
             conflict("precision.fp4_format", why=_FROZEN),

@@ -49,7 +49,7 @@ _RELATIVE = one_of("model.position_embedding_type", "relative")
 
 NOT_IN_MEGATRON: Final = (
     "geglu use_parallel_residual norm_position qk_layernorm_width softmax_scale attn_logit_softcapping final_logit_softcapping"
-    " embedding_multiplier window_rotary_base mamba_without_rmsnorm"
+    " embedding_multiplier latent_norm_epsilon window_rotary_base mamba_without_rmsnorm"
 ).split()
 """Settings that Megatron-LM has no argument for; without them another function would be computed there."""
 
@@ -113,6 +113,8 @@ class ModelConfig(Section, on_resume=SHAPE):
     """MLA: channels of the latent of queries. none: queries are projected from the hidden states."""
     kv_lora_rank: int = setting(32, at_least=1, needs=_LATENTS)
     """MLA: channels of the latent of keys and values."""
+    latent_norm_epsilon: float | None = setting(None, above=0, on_resume=FUNCTION, needs=_LATENTS)
+    """MLA: epsilon of the norms of latents. none: --norm-epsilon. Not in Megatron-LM."""
     qk_head_dim: int = setting(128, at_least=1, needs=_LATENTS)
     """MLA: channels of a head of queries and keys without RoPE."""
     qk_pos_emb_head_dim: int = setting(64, at_least=1, needs=_LATENTS)

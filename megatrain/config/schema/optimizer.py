@@ -12,6 +12,8 @@ from megatrain.config.schema.values import AUTO, REQUIRED
 _RULE = ("optimizer.optimizer", "optimizer.muon_scalar_optimizer")
 _MUONS = ("muon", "adaptive_muon")
 _MUON = one_of("optimizer.optimizer", *_MUONS)
+_OF_MATRICES = (*_MUONS, "soap")
+_SOAP = one_of("optimizer.optimizer", "soap")
 _ADAPTIVE = one_of("optimizer.optimizer", "adaptive_muon")
 _MOMENTS = none_of("optimizer.optimizer", "sgd", why=", which has no such state")
 _ADAM = Need("unless {} or {} is adam", _RULE, lambda value_of: _of_elements(*map(value_of, _RULE)) == "adam")
@@ -27,17 +29,24 @@ WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 def _of_elements(optimizer: str, of_others: str) -> str:
     """Return the optimizer of parameters other than matrices of layers."""
-    return of_others if optimizer in _MUONS else optimizer
+    return of_others if optimizer in _MUONS else "adam" if optimizer == "soap" else optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
-    """Optimizer: AdamW, SGD, Lion or Muon, and gradient clipping."""
+    """Optimizer: AdamW, SGD, Lion, Muon or SOAP, and gradient clipping."""
 
-    optimizer: Literal["adam", "sgd", "lion", "muon", "adaptive_muon"] = setting(
-        "adam", on_resume=OPTIMIZER_STATE
+    optimizer: Literal["adam", "sgd", "lion", "muon", "adaptive_muon", "soap"] = setting(
+        "adam",
+        on_resume=OPTIMIZER_STATE,
+        conflicts=conflict(
+            "model.use_mup",
+            when=_SOAP,
+            why=", which has no rule for its rates",
+            fix="use --optimizer adam or muon",
+        ),
     )
-    """Optimizer. adam: AdamW; sgd: SGD with momentum; lion: Lion; muon: Muon for matrices of layers, --muon-scalar-optimizer for other parameters; adaptive_muon: the same with updates divided by the root of their mean square (AdaMuon)."""
+    """Optimizer. adam: AdamW; sgd: SGD with momentum; lion: Lion; muon: Muon for matrices of layers, --muon-scalar-optimizer for other parameters; adaptive_muon: the same with updates divided by the root of their mean square (AdaMuon); soap: Adam in the eigenbasis of Shampoo's covariances for these matrices, AdamW for other parameters."""
     lr: float = setting(
         REQUIRED, above=0, at_most=1e30, example="3e-4 is a common start for small models", on_resume=SCHEDULE
     )
@@ -74,7 +83,7 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
         False,
         conflicts=conflict(
             "optimizer.optimizer",
-            *_MUONS,
+            *_OF_MATRICES,
             why=", whose GEMMs are too slow on a CPU",
             fix="remove --optimizer-cpu-offload, or use --optimizer adam",
         ),
@@ -112,6 +121,12 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Decay rate of the mean square of adaptive Muon's updates."""
     adaptive_muon_eps: float = setting(1e-8, above=0, needs=_ADAPTIVE)
     """Epsilon in the denominator of adaptive Muon's update."""
+    soap_shampoo_beta: float = setting(0.95, at_least=0, below=1, needs=_SOAP)
+    """Decay rate of SOAP's covariances of gradients; moments have --adam-beta1 and --adam-beta2."""
+    soap_precondition_frequency: int = setting(10, at_least=1, needs=_SOAP)
+    """Iterations between updates of SOAP's eigenbases; the first ones update them each time."""
+    soap_max_preconditioner_dim: int = setting(10_000, at_least=0, needs=_SOAP, on_resume=OPTIMIZER_STATE)
+    """Largest side of a matrix with an eigenbasis; larger ones keep the identity. Not in Megatron-LM."""
     qk_clip: bool = setting(
         False,
         conflicts=(
@@ -134,7 +149,7 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     @property
     def has_matrices(self) -> bool:
         """The optimizer updates whole matrices of layers."""
-        return self.optimizer in _MUONS
+        return self.optimizer in _OF_MATRICES
 
     @property
     def of_elements(self) -> str:

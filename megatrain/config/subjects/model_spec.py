@@ -293,6 +293,7 @@ def latent_sizes(model: ModelConfig) -> LatentSizes | None:
         qk_nope_head_dim=model.qk_head_dim,
         qk_rope_head_dim=model.qk_pos_emb_head_dim,
         v_head_dim=model.v_head_dim,
+        norm_epsilon=model.latent_norm_epsilon or model.norm_epsilon,
     )
 
 

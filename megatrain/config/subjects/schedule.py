@@ -229,6 +229,12 @@ def decay_ends_with_the_run(draft: Draft) -> Notes:
 
 
 @note("result")
+def soap_is_that_of_the_paper(draft: Draft) -> Notes:
+    if draft.config.optimizer.optimizer == "soap":
+        yield "--optimizer soap has the covariances of the paper; Megatron-LM has those of KL-Shampoo and updates its bases every iteration"
+
+
+@note("result")
 def schedules_restart(draft: Draft) -> Notes:
     stored, checkpoint = draft.facts.checkpoint, draft.config.checkpoint
     is_continued = stored is not None and not stored.is_start

@@ -34,7 +34,7 @@ from megatrain.kernels.moe.routing_losses import add_loss
 from megatrain.model import functions
 from megatrain.model.families.masked_attention import MaskedAttention
 from megatrain.model.implementations.module_builder import Pointwise
-from megatrain.model.latent_attention import Heads, Latents, UpProjection
+from megatrain.model.latent_attention import Heads, Latents, UpProjection, latent_norm
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import norm_weights
@@ -59,7 +59,7 @@ class SparseAttention(nn.Module):
         super().__init__()
         assert spec.latent is not None
         linears, sizes, recompute = context.linears(spec), spec.latent, context.recompute
-        rank, builder, norms = sizes.query_rank, context.builder, context.model.norm
+        rank, builder, norms = sizes.query_rank, context.builder, latent_norm(spec, context)
         self.norm = builder.residual_norm(context.branch_norm(spec))
         self.down = context.replicated_linear(linears["kv_down" if rank is None else "q_down"], None)
         self.sizes = [*([] if rank is None else [rank]), sizes.kv_rank, sizes.qk_rope_head_dim]
@@ -70,7 +70,7 @@ class SparseAttention(nn.Module):
             self.query_norm = builder.norm(weights, norms)
         self.up = UpProjection(spec, context, is_gathered=False, has_query_norm=False)
         self.discards_heads = recompute.has_part("mla_up_proj")
-        self.indexer = Indexer(spec, context)
+        self.indexer, self.layer = Indexer(spec, context), context.number
         core = SelectedAttention(spec, context)
         self.core = RecomputedModule(core) if recompute.has_part("core_attn") else core
         self.tp, self.scale = context.tp, core.scale
@@ -93,6 +93,7 @@ class SparseAttention(nn.Module):
             out = self.core(*heads, selected, info)
         if loss is not None:
             out = add_loss(out, loss, info.router_loss_scale)
+            info.indexer_losses[self.layer] = loss.detach() / self.indexer.spec.loss_coeff
         return self.output.add_to(residual, self.proj(out, info), info)
 
     def _target(self, heads: Heads) -> Target:

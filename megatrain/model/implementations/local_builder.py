@@ -66,6 +66,9 @@ class LocalBuilder:
     row: Callable[..., LocalRowLinear] = LocalRowLinear
     """Make the linear layers: others for --qat and --lora-rank."""
 
+    def with_norms(self, spec: NormSpec) -> LocalBuilder:
+        return dataclasses.replace(self, norms=spec)
+
     def norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
         return LocalNorm(weights, spec, self.dtype)
 

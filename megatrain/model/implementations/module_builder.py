@@ -85,6 +85,10 @@ class ModuleBuilder(Protocol):
         """Attention kernel, a value of `derived.attention_backend`."""
         ...
 
+    def with_norms(self, spec: NormSpec) -> ModuleBuilder:
+        """Return a builder whose linear layers have norms of this description."""
+        ...
+
     def norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
         """Build a norm over the last dimension, which is whole on this rank."""
         ...

@@ -252,9 +252,10 @@ class FixedMicrobatch:
             getattr(self.info, name).fill_(getattr(info, name))
 
     def give_sums(self, info: PassInfo) -> None:
-        """Copy sums for the log and metrics of routers into `info`."""
+        """Copy sums for the log and metrics of layers into `info`."""
         info.sums |= {name: value.clone() for name, value in self.info.sums.items()}
         info.router_metrics |= {layer: value.clone() for layer, value in self.info.router_metrics.items()}
+        info.indexer_losses |= {layer: value.clone() for layer, value in self.info.indexer_losses.items()}
 
 
 def align(peers: PeerMemory | None) -> None:

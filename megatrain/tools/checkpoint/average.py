@@ -62,8 +62,7 @@ class MeanReader(TensorReader):
         self.path, stored = last.path, last.manifest
         for reader in readers:
             found = reader.manifest.tensors
-            shapes = {name: tensor.shape for name, tensor in found.items()}
-            differs = shapes.items() ^ {name: tensor.shape for name, tensor in stored.tensors.items()}.items()
+            differs = _shapes(reader.manifest).items() ^ _shapes(stored).items()
             if differs:
                 raise MismatchError(
                     f"{reader.path} and {last.path} differ in the tensor {min(name for name, _ in differs)}",
@@ -81,6 +80,7 @@ class MeanReader(TensorReader):
             tensors={
                 name: replace(tensor, kinds={WEIGHT: tensor.kinds[WEIGHT]})
                 for name, tensor in stored.tensors.items()
+                if WEIGHT in tensor.kinds
             },
         )
 
@@ -98,6 +98,10 @@ class MeanReader(TensorReader):
             reader.read_box(values, kind=source, name=name, shape=shape, box=box)
             total += values
         out.copy_(total / len(self._readers))
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in manifest.tensors.items() if WEIGHT in tensor.kinds}
 
 
 def _newest(paths: Sequence[Path], count: int) -> list[Path]:

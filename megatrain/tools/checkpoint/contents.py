@@ -188,7 +188,7 @@ def _description(path: Path, manifest: Manifest) -> Iterator[tuple[str, Any]]:
     yield "iteration", manifest.iteration
     yield "consumed_train_samples", manifest.consumed_train_samples
     yield "optimizer_step_count", manifest.optimizer_step_count
-    yield "parameters", sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
+    yield "parameters", sum(math.prod(tensor.shape) for tensor in manifest.model_tensors.values())
     yield "size", size_text(sum(file.num_bytes for file in manifest.files.values()))
     yield "files", len(manifest.files)
 

@@ -258,6 +258,8 @@ def _boxes(reader: TensorReader) -> Iterator[TensorPart]:
 
 def _whole_weights(reader: CheckpointReader, dtype: str | None) -> Iterator[TensorPart]:
     for name, tensor in sorted(reader.manifest.tensors.items()):
+        if "weight" not in tensor.kinds:
+            continue
         stored = tensor.kinds["weight"]
         yield TensorPart(name, "weight", tensor.shape, dtype or stored.dtype, whole_box(tensor.shape))
 

@@ -94,7 +94,7 @@ def _run_of(data: RunData) -> LadderRun:
         "the validation loss": "valid" in data.validations,
     }
     identity |= {path: data.settings.get(path) for path in _EQUAL}
-    parameters = sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
+    parameters = sum(math.prod(tensor.shape) for tensor in manifest.model_tensors.values())
     return LadderRun(data, parameters, identity)
 
 

@@ -439,6 +439,11 @@ OPTIONS: Final[tuple[Option, ...]] = (
             },
             excludes=("offload",),
         ),
+        Feature(
+            "soap",
+            "--optimizer soap --soap-precondition-frequency 2 --adam-eps 1e-3",
+            excludes=("offload",),
+        ),
     ),
     _layout(
         "optimizer state",

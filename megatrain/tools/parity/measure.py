@@ -156,7 +156,8 @@ def chunked_loss() -> AbstractContextManager[Any]:
 
 def _losses_of(report: StepReport) -> Iterator[float]:
     """Yield the losses of a step and its router metrics."""
-    yield from (loss for loss in (report.lm_loss, report.sop_loss, report.z_loss) if loss is not None)
+    known = (report.lm_loss, report.sop_loss, report.z_loss, report.indexer_loss)
+    yield from (loss for loss in known if loss is not None)
     yield from (*report.mtp_losses, *report.distillation_losses)
     if report.max_attention_logit is not None:
         yield report.max_attention_logit

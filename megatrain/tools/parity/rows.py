@@ -365,6 +365,7 @@ _WITHOUT_MODELS: Final = (
     ("tensor communication", "tpoverlap", WITHOUT_TENSOR_OVERLAP),
     ("documents", "documents", WITHOUT_DOCUMENTS),
     ("optimizer", "lion", WITHOUT_LION),
+    ("optimizer", "soap", ("mup",)),
     ("attention logits", "qkclip", WITHOUT_QK_CLIP),
 )
 """Words of options that some models cannot have."""
@@ -385,7 +386,7 @@ def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
         return False
     if known["distillation"] not in (None, "noteacher") and model in WITHOUT_TEACHERS:
         return False
-    has_matrices = "muon" in (known["optimizer"] or "")
+    has_matrices = "muon" in (known["optimizer"] or "") or known["optimizer"] == "soap"
     if model in FROZEN and (has_matrices or known["optimizer state"] == "offload"):
         return False
     is_replicated = known["key-value replication"] not in (None, "nocopies")

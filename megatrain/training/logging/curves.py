@@ -52,6 +52,7 @@ def iteration_scalars(
         "lm loss": values["lm_loss"],
         "sop loss": values["sop_loss"],
         "z loss": values["z_loss"],
+        "indexer loss": values["indexer_loss"],
         "grad-norm": values["grad_norm"],
         "num-zeros": values["num_zeros"],
         "params-norm": values["params_norm"],

@@ -62,11 +62,7 @@ def log_line(
         f"learning rate: {values['learning_rate']:.6E}",
         f"global batch size: {values['global_batch_size']:5d}",
         f"lm loss: {values['lm_loss']:.6E}",
-        f"sop loss: {values['sop_loss']:.6E}" if values["sop_loss"] is not None else None,
-        f"z loss: {values['z_loss']:.6E}" if values["z_loss"] is not None else None,
-        *(f"{name}: {loss:.6E}" for name, loss in (values["routers"] or {"losses": {}})["losses"].items()),
-        *(f"{name}: {loss:.6E}" for name, loss in (values["mtp_losses"] or {}).items()),
-        *(f"{name}: {loss:.6E}" for name, loss in (values["kd_losses"] or {}).items()),
+        *(f"{name}: {loss:.6E}" for name, loss in _more_losses(values).items()),
         f"loss scale: {values['loss_scale']:.1f}",
         f"grad norm: {values['grad_norm']:.3f}",
         f"num zeros: {values['num_zeros']}" if values["num_zeros"] is not None else None,
@@ -80,11 +76,16 @@ def log_line(
     return " | ".join(part for part in parts if part is not None) + " |"
 
 
+def _more_losses(values: dict[str, Any]) -> dict[str, float]:
+    """Return the losses besides that of the language model, by Megatron-LM's names."""
+    single = {"sop loss": "sop_loss", "z loss": "z_loss", "indexer loss": "indexer_loss"}
+    losses = {name: values[key] for name, key in single.items() if values[key] is not None}
+    losses |= (values["routers"] or {"losses": {}})["losses"]
+    return losses | (values["mtp_losses"] or {}) | (values["kd_losses"] or {})
+
+
 def _short_line(values: dict[str, Any], *, start: str, speed: str, columns: float) -> str:
     """Return the values of an interval, the most important ones first, as far as the terminal has columns."""
-    losses = {"sop loss": values["sop_loss"], "z loss": values["z_loss"]}
-    losses |= (values["routers"] or {"losses": {}})["losses"]
-    losses |= (values["mtp_losses"] or {}) | (values["kd_losses"] or {})
     parts = [
         f" {datetime.now():%H:%M:%S} {start}",  # noqa: DTZ005 (local time, for human readers)
         f"loss {values['lm_loss']:.4f}",
@@ -94,7 +95,7 @@ def _short_line(values: dict[str, Any], *, start: str, speed: str, columns: floa
         speed,
         f"MFU {100 * values['mfu']:.1f} %" if values["mfu"] is not None else None,
         f"{values['iteration_ms']:,.0f} ms",
-        *(f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None),
+        *(f"{name} {loss:.4f}" for name, loss in _more_losses(values).items()),
     ]
     line = parts[0] or ""
     for part in filter(None, parts[1:]):

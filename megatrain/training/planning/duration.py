@@ -40,11 +40,6 @@ def duration_of(
     """Return the duration of a run on GPUs with this name."""
     peak = peak_tflops(device) if plan.config.training.device == "cuda" else None
     rate = None if peak is None else peak * 1e12 * _SHARE_OF_PEAK * plan.derived.world_size
-    optimizer = plan.config.optimizer
-    dtypes = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
-    per_parameter = sum(
-        _BYTES[dtypes.get(kind, plan.derived.master_dtype)] for kind in saved_kinds(plan, engine)
-    )
     keep = plan.config.checkpoint.keep_last
     retained = plan.config.checkpoint.save_retain_interval
     kept = checkpoints.count if keep is None and retained is None else min(keep or 2, checkpoints.count)
@@ -52,6 +47,17 @@ def duration_of(
         kept += max(0, checkpoints.count * checkpoints.interval // retained)
     return Duration(
         seconds_per_iteration=None if rate is None else plan.derived.flops_per_iteration / rate,
-        checkpoint_bytes=parameters * per_parameter,
+        checkpoint_bytes=int(parameters * _bytes_per_parameter(plan, engine)),
         kept_checkpoints=min(kept, checkpoints.count),
+    )
+
+
+def _bytes_per_parameter(plan: Plan, engine: Engine) -> float:
+    """Return the bytes of a parameter in a checkpoint, as if all had every kind of state."""
+    optimizer, matrices = plan.config.optimizer, engine.optimizer.matrices
+    dtypes = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
+    numbers = {} if matrices is None else {matrices.factor_kind: matrices.factors_per_element}
+    return sum(
+        numbers.get(kind, 1) * _BYTES[dtypes.get(kind, plan.derived.master_dtype)]
+        for kind in saved_kinds(plan, engine)
     )

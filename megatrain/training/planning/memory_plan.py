@@ -28,7 +28,7 @@ from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.kernels.host_copy import zeros_on_host
 from megatrain.model.gpt import Model
-from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.data_parallel import BucketMemory
@@ -135,13 +135,15 @@ def _resident_tensors(optimizer: ShardedOptimizer) -> dict[str, list[Tensor]]:
     buffers, first = optimizer.buffers, optimizer.num_on_device
     has_master = optimizer.master_dtype != buffers.weights.dtype
     masters = zip(optimizer.master_weights[:first], buffers.shards, strict=False)
-    on_host = [x for kind in optimizer.kinds for x in optimizer.state(kind)[first:]]
+    kept = [optimizer.master_weights, *optimizer.moments.values()]
+    kinds = set(optimizer.kinds) - {WEIGHT, *optimizer.moments}
+    factors = [x for kind in kinds for x in optimizer.state(kind)]
     return {
         "weights": buffers.weights.kept,
         "gradients": buffers.gradients.kept,
         "master_weights": [x for x, shard in masters if has_master and shard.bucket.is_trained],
-        "optimizer_state": [x for kind in optimizer.kinds[1:] for x in optimizer.state(kind)[:first]],
-        "on_host": on_host
+        "optimizer_state": [x for flats in kept[1:] for x in flats[:first]] + factors,
+        "on_host": [x for flats in kept for x in flats[first:]]
         + (optimizer.host_updates.staging_buffers if optimizer.host_updates is not None else []),
     }
 

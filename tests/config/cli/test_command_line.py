@@ -110,7 +110,7 @@ def test_a_flag_sets_its_field(argv, path, expected):
             "p2p, all_gather",
         ),
         (["--moe-aux-loss-coeff", "-1"], "--moe-aux-loss-coeff -1 must be at least 0", "numbers at least 0"),
-        (["--optimizer", "soap"], "--optimizer soap is not supported", "--optimizer adam"),
+        (["--fp8-recipe", "custom"], "--fp8-recipe custom is not supported", "--fp8-recipe delayed"),
         (["--bf16", "maybe"], "--bf16 maybe is neither true nor false", "--no-bf16"),
         (["--no-bf16", "true"], "--no-bf16 true has a value", "--no-bf16"),
         (["stray", "--bf16"], "stray", "flag before it"),

@@ -110,7 +110,7 @@ def test_yaml_refuses_removed_flags(notes_and_problems, argv, tmp_path):
     ("argv", "words"),
     [
         ("--optimizer dist_muon", "use --optimizer muon; "),
-        ("--optimizer soap", "adam"),
+        ("--fp8-recipe custom", "delayed"),
         ("--cpu-optimizer", "use --optimizer-cpu-offload"),
         ("--delay-grad-reduce", "--overlap-grad-reduce"),
         ("--delay-param-gather", "--overlap-param-gather"),

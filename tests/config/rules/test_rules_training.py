@@ -17,6 +17,9 @@ CASES = {
          ("--log-max-attention-logit", "--model-family bert"), ("remove",)),
         ("--optimizer muon --optimizer-cpu-offload", "", None,
          ("--optimizer-cpu-offload", "--optimizer muon"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
+        ("--optimizer soap --optimizer-cpu-offload", "", None,
+         ("--optimizer-cpu-offload", "--optimizer soap"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
+        ("--optimizer soap --use-mup --mup-base-hidden-size 8", "", None, ("--use-mup", "--optimizer soap"), ("--optimizer adam",)),
     ],
     "offloaded_modules_fit": [
         ("--fine-grained-activation-offloading", "", None, ("--offload-modules",), ("--offload-modules core_attn",)),

@@ -171,6 +171,8 @@ CASES = [
     ("--mlflow-run-name n --comet-workspace w --comet-experiment-name x", "",
      ("--mlflow-run-name n has no effect", "without --mlflow-experiment")),
     ("--wandb-entity e --wandb-exp-name x", "", ("--wandb-exp-name x, --wandb-entity e have", "--wandb-project")),
+    ("--optimizer muon --soap-shampoo-beta 0.9 --soap-precondition-frequency 5 --soap-max-preconditioner-dim 9", "",
+     ("--soap-shampoo-beta 0.9, --soap-precondition-frequency 5, --soap-max-preconditioner-dim 9", "--optimizer is soap")),
     ("--optimizer sgd --muon-momentum 0.8", "", ("--muon-momentum 0.8", "--optimizer is muon")),
     ("--sgd-momentum 0.8", "", ("--sgd-momentum 0.8", "--optimizer is sgd")),
     ("--bf16 --hysteresis 3 --initial-loss-scale 65536", "", ("--initial-loss-scale 65536.0, --hysteresis 3 have", "--fp16")),

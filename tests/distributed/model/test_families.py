@@ -151,7 +151,7 @@ def optimizer_of(case: Case, grid: RankGrid, segments: list[ShardedModule]) -> S
     optimizer = ShardedOptimizer(
         DataParallel(buffers, grid, transport),
         AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8),
-        muon=Muon(MUON, buffers.shards, grid) if case.has_muon else None,
+        matrices=Muon(MUON, buffers.shards, grid) if case.has_muon else None,
         clip_grad=1.0,
         master_dtype=torch.float64,
         offload_fraction=case.offload_fraction,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -205,6 +206,24 @@ def test_offloaded_state_takes_no_device_memory() -> None:
     half = planned({**OFFLOAD, "--optimizer-offload-fraction": "0.5"}).held
     assert half.master_weights + half.optimizer_state + half.on_host - staging == state
     assert 0 < half.master_weights + half.optimizer_state <= state / 2
+
+
+def test_the_state_of_soaps_matrices_is_counted() -> None:
+    """Of each matrix: two covariances, two bases and a second moment, as far as its sides are within the limit."""
+    limit, numbers = 48, 0
+    for name, tensor in engine_of({}).model.registry.entries.items():
+        layout, matrices = tensor.layout, []
+        if layout.group.is_matrix:
+            rows = [piece.shape[0] for piece in layout.pieces] if layout.is_qkv else [layout.shape[0]]
+            matrices = [(one, layout.shape[1]) for one in rows]
+        for matrix in matrices:
+            numbers += math.prod(matrix) + sum(2 * side**2 for side in matrix if side <= limit)
+            assert min(matrix) <= limit, name
+    muon, soap = (
+        planned({"--optimizer": "muon"}),
+        planned({"--optimizer": "soap", "--soap-max-preconditioner-dim": str(limit)}),
+    )
+    assert soap.held.optimizer_state - muon.held.optimizer_state == 4 * numbers
 
 
 def engine_of(changed: dict[str, str | None]) -> Engine:

@@ -1,8 +1,9 @@
-"""DeepSeek V2, V3 and V3.2: multi-latent attention, first layers dense, then experts in groups with shared ones.
+"""DeepSeek V2, V3 and V3.2, and GLM with sparse attention: multi-latent attention, first layers dense, then experts in groups with shared ones.
 
 V3 selects experts by sigmoid scores with a bias per expert, and V3.2 keys by an indexer; their layers of multi-token prediction stay out, as in transformers.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,15 +32,24 @@ from megatrain.interop.hf.family import (
     Value,
 )
 from megatrain.interop.hf.rope import LatentRope
-from megatrain.storage.untrusted_json import InvalidError, integer, shown
+from megatrain.storage.untrusted_json import integer
 
 _MAX_LAYERS: Final = 1 << 16
 
 
-def _epsilon(value: Any, name: str) -> None:
-    """Describe the epsilon of all norms, which the norms of latents have in transformers."""
-    if value != 1e-6:
-        raise InvalidError(f"{name} {shown(value)} is not 1e-06, which the norms of its latents have")
+_OF_LATENTS: Final = 1e-6
+
+
+class _Epsilons:
+    """Epsilon of the norms of hidden states; those of latents have 1e-6 in transformers."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        epsilon = float(source.checked("rms_norm_eps", check=POSITIVE))
+        of_latents = {} if epsilon == _OF_LATENTS else {"model.latent_norm_epsilon": _OF_LATENTS}
+        return {"model.norm_epsilon": epsilon} | of_latents
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"rms_norm_eps": config.model.norm_epsilon}
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,28 @@ class _KindsOfLayers:
     def write(self, config: Config) -> dict[str, Any]:
         has_experts = parse_expert_pattern(config.experts.moe_layer_freq, config.model.num_layers)
         return {"mlp_layer_types": ["sparse" if one else "dense" for one in has_experts]}
+
+
+class _Indexers:
+    """An indexer in each layer; GLM may have layers that select the keys of the layer before."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        num_layers = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
+        source.get("index_skip_topk_offset")
+        full = ["full"] * num_layers
+        known = {
+            "index_topk_freq": (1,),
+            "index_topk_pattern": ("F" * num_layers, full),
+            "indexer_types": (full,),
+        }
+        for key, values in known.items():
+            value = source.get(key)
+            if value is not None and value not in values:
+                raise source.refusal(key, value, "layers that share the selection of another layer")
+        return {}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"indexer_types": ["full"] * config.model.num_layers}
 
 
 @dataclass(frozen=True)
@@ -162,21 +194,31 @@ class ExpertGroups:
         return sizes | ({"topk_method": self.methods[groups is not None]} if self.methods else {})
 
 
+_SIZES: Final = {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_SIZES_OF_GLM: Final = {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256}
+
+
 def _config(
-    *, first_dense: int, shared: int, scaling: float, experts: int, heads: int | None
+    *,
+    first_dense: int,
+    shared: int,
+    scaling: float,
+    experts: int,
+    heads: int | None,
+    sizes: Mapping[str, int] = _SIZES,
 ) -> tuple[ConfigPart, ...]:
-    """Return the parts that both versions have, with the defaults of one."""
+    """Return the parts that all versions have, with the defaults of one."""
     return (
         *GATED,
-        Value("rms_norm_eps", "model.norm_epsilon", _epsilon),
+        _Epsilons(),
         NO_ATTENTION_BIAS,
         _Heads(heads),
         LatentRope(),
-        Value("q_lora_rank", "model.q_lora_rank", default=1536, is_optional=True),
+        Value("q_lora_rank", "model.q_lora_rank", default=sizes["q_lora_rank"], is_optional=True),
         Value("kv_lora_rank", "model.kv_lora_rank", default=512),
-        Value("qk_nope_head_dim", "model.qk_head_dim", default=128),
+        Value("qk_nope_head_dim", "model.qk_head_dim", default=sizes["qk_nope_head_dim"]),
         Value("qk_rope_head_dim", "model.qk_pos_emb_head_dim", default=64),
-        Value("v_head_dim", "model.v_head_dim", default=128),
+        Value("v_head_dim", "model.v_head_dim", default=sizes["v_head_dim"]),
         Implied(("head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha")),
         Choice("moe_layer_freq", {1: {}}),
         _ExpertLayers(first_dense),
@@ -238,46 +280,74 @@ DEEPSEEK_V2: Final = Family(
     buffers=BUFFERS,
 )
 _BIAS: Final = {"mlp.gate.e_score_correction_bias": "mlp.router.expert_bias"}
-_OF_V3: Final[tuple[ConfigPart, ...]] = (
-    *_config(first_dense=3, shared=1, scaling=2.5, experts=256, heads=128),
-    Value("num_experts_per_tok", "experts.moe_router_topk", default=8),
-    Choice("scoring_func", {"sigmoid": {}}),
-    Choice("topk_method", {"noaux_tc": {}}),
-    Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
-    Choice("rope_interleave", {True: {}}, reason="adjacent channels form a pair"),
-    ExpertGroups(best=2, groups=8, used=4),
-    Fixed(
-        {
-            "experts.moe_router_score_function": "sigmoid",
-            "experts.moe_router_enable_expert_bias": True,
-        }
-    ),
-)
+
+
+def _of_v3(
+    *, heads: int = 128, groups: int = 8, used: int = 4, sizes: Mapping[str, int] = _SIZES
+) -> tuple[ConfigPart, ...]:
+    """Return the parts of V3 and its kin, with default numbers of heads and of groups of experts."""
+    return (
+        *_config(first_dense=3, shared=1, scaling=2.5, experts=256, heads=heads, sizes=sizes),
+        Value("num_experts_per_tok", "experts.moe_router_topk", default=8),
+        Choice("scoring_func", {"sigmoid": {}}),
+        Choice("topk_method", {"noaux_tc": {}}),
+        Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
+        Choice("rope_interleave", {True: {}}, reason="adjacent channels form a pair"),
+        ExpertGroups(best=2, groups=groups, used=used),
+        Fixed(
+            {
+                "experts.moe_router_score_function": "sigmoid",
+                "experts.moe_router_enable_expert_bias": True,
+            }
+        ),
+    )
+
+
 _MTP: Final = LeftOut("model.layers", "layers of multi-token prediction", _layers_of_prediction)
 DEEPSEEK_V3: Final = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    config=_OF_V3,
+    config=_of_v3(),
     modules=modules(_LAYER, _BIAS),
     buffers=BUFFERS,
     more_layers=_MTP,
 )
-DEEPSEEK_V32: Final = Family(
-    architecture="DeepseekV32ForCausalLM",
-    model_type="deepseek_v32",
-    config=(
-        *_OF_V3,
+
+
+def _with_indexers(*, heads: int, is_interleaved: bool) -> tuple[ConfigPart, ...]:
+    """Return the parts of sparse attention, with the default number of an indexer's heads."""
+    return (
         _KindsOfLayers(),
-        Value("index_n_heads", "model.dsa_indexer_n_heads", default=64),
+        Value("index_n_heads", "model.dsa_indexer_n_heads", default=heads),
         Value("index_head_dim", "model.dsa_indexer_head_dim", default=128),
         Value("index_topk", "model.dsa_indexer_topk", default=2048),
+        Choice("indexer_rope_interleave", {is_interleaved: {}}),
         Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
         Fixed(
             {
                 "model.experimental_attention_variant": "dsa",
                 "model.dsa_indexer_k_norm_epsilon": 1e-6,
+                "model.dsa_indexer_rope_interleaved": is_interleaved,
             }
         ),
+    )
+
+
+DEEPSEEK_V32: Final = Family(
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    config=(*_of_v3(), *_with_indexers(heads=64, is_interleaved=False)),
+    modules=modules({**_LAYER, **_INDEXER}, _BIAS),
+    buffers=BUFFERS,
+    more_layers=_MTP,
+)
+GLM_MOE_DSA: Final = Family(
+    architecture="GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    config=(
+        *_of_v3(heads=64, groups=1, used=1, sizes=_SIZES_OF_GLM),
+        *_with_indexers(heads=32, is_interleaved=True),
+        _Indexers(),
     ),
     modules=modules({**_LAYER, **_INDEXER}, _BIAS),
     buffers=BUFFERS,

@@ -5,7 +5,7 @@ from typing import Final
 from megatrain.config.errors import InputError
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.bert import MEGATRON_BERT, MEGATRON_BERT_MASKED
-from megatrain.interop.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
+from megatrain.interop.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA
 from megatrain.interop.hf.families.gemma import GEMMA2, GEMMA3
 from megatrain.interop.hf.families.gpt2 import GPT2
 from megatrain.interop.hf.families.gpt_neox import GPT_NEOX
@@ -25,7 +25,7 @@ FAMILIES: Final = {
     family.architecture: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, GEMMA3, PHI3,
-        DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5, MAMBA2, NEMOTRON_H, BAMBA, FALCON_H1,
+        DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5, MAMBA2, NEMOTRON_H, BAMBA, FALCON_H1,
         LLAVA, LLAVA_NEXT, IDEFICS3, SMOLVLM, INTERNVL, CLIP_TOWER, SIGLIP_TOWER,
     )
 }  # fmt: skip

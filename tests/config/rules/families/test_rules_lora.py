@@ -19,7 +19,14 @@ def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, named,
 
 @pytest.mark.parametrize(
     "flags",
-    ["--fp8-format hybrid", "--optimizer muon", "--optimizer-cpu-offload", "--tp-comm-overlap", "--qat int8"],
+    [
+        "--fp8-format hybrid",
+        "--optimizer muon",
+        "--optimizer soap",
+        "--optimizer-cpu-offload",
+        "--tp-comm-overlap",
+        "--qat int8",
+    ],
 )
 def test_what_needs_whole_weights_is_refused(problems_of, flags):
     assert any(

@@ -1,4 +1,4 @@
-"""Whole matrices assembled from flat shards, for Muon: which rank holds which part, and orthogonalizes which matrix when.
+"""Whole matrices assembled from flat shards: which rank holds which part, and updates which matrix when.
 
     shards of ranks 0 .. n     boxes of q, k, v, gate, up, ...           the same list on every rank, gathered once
     matrices                   boxes that belong to one matrix           one owner each, costs balanced
@@ -63,7 +63,7 @@ class Round:
     """The communication of one round, seen from one rank; each list has an entry per rank of the group."""
 
     matrix: Matrix | None
-    """Matrix that this rank orthogonalizes."""
+    """Matrix that this rank updates."""
     held_parts: list[list[LocalPart]]
     """This rank's parts of each rank's matrix."""
     matrix_parts: list[list[Part]]
@@ -88,8 +88,30 @@ def local_parts(
             yield LocalPart(matrix, shifted, grid.is_first_of(box.piece.copies), number, part)
 
 
-def plan_rounds(parts: Sequence[LocalPart], group: RankGroup, device: torch.device) -> list[Round]:
-    """Return the rounds of this rank; called by all ranks of the group, which get the same number of rounds."""
+def matrices_of(shards: Sequence[Shard], family: Family, *, splits_qkv: bool) -> set[Matrix]:
+    """Return all matrices of a family in the buckets of these shards: equal on all ranks that share them."""
+    layouts = [
+        param.entry.layout
+        for shard in shards
+        if shard.bucket.family == family
+        for param in shard.bucket.params
+    ]
+    return {
+        _matrix_of(piece, layout, is_alone=layout.is_qkv and splits_qkv)[0]
+        for layout in layouts
+        if layout.group.is_matrix
+        for piece in layout.pieces
+    }
+
+
+def plan_rounds(
+    parts: Sequence[LocalPart], owned: Sequence[Sequence[Matrix]], group: RankGroup, device: torch.device
+) -> list[Round]:
+    """Return the rounds of this rank; called by all ranks of the group, which get the same number of rounds.
+
+    Args:
+        owned: matrices of each rank of the group.
+    """
     reports = gather_json([(p.matrix.name, p.matrix.shape, p.box, p.is_sent) for p in parts], group, device)
     parts_of_ranks = [
         [
@@ -98,7 +120,8 @@ def plan_rounds(parts: Sequence[LocalPart], group: RankGroup, device: torch.devi
         ]
         for report in reports
     ]
-    owned = assign_matrices({part.matrix for report in parts_of_ranks for part in report}, group.size)
+    held = {part.matrix for report in parts_of_ranks for part in report}
+    assert held == {matrix for matrices in owned for matrix in matrices}, "ranks hold other matrices"
     rounds = []
     for number in range(max(map(len, owned))):
         current = [matrices[number] if number < len(matrices) else None for matrices in owned]
