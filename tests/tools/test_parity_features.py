@@ -4,9 +4,13 @@ import pytest
 
 from megatrain.config import ConfigError
 from megatrain.config.schema.tree import settings
+from megatrain.tools.parity import tables
 from megatrain.tools.parity.features import ADAPTERS, NUMBER_FORMATS, OPTIONS, PACKS
 from megatrain.tools.parity.measure import tiny_plan
-from megatrain.tools.parity.rows import Layout, is_row
+from megatrain.tools.parity.models import MODELS
+from megatrain.tools.parity.rows import FEATURE_OF, Layout
+from megatrain.tools.parity.rows import OPTIONS as WORDS_OF
+from megatrain.tools.parity.tables import OF_MODELS, is_refused, is_row
 
 EXCLUDED = {
     "parallel.distributed_backend": "computes the same sums",
@@ -146,6 +150,51 @@ def test_resolve_refuses_what_a_feature_excludes(words):
     with pytest.raises(ConfigError) as caught:
         tiny_plan(layout, layout.world_size)
     assert len(caught.value.problems) == 1
+
+
+REFUSED_MODELS = {
+    "copies": 6,
+    "tpoverlap": 2,
+    "cp": 4,
+    "experts": 4,
+    "documents": 10,
+    "tokens": 2,
+    "mtp": 10,
+    "mtprepeated": 10,
+    "teacher": 8,
+    "matchedlayers": 8,
+    "muon": 2,
+    "offload": 2,
+    "qkclip": 15,
+}
+"""Models that `resolve` refuses with each feature: no row has them. A higher number takes rows from the table."""
+
+
+def test_no_refusal_takes_more_models_from_a_feature():
+    found = {
+        FEATURE_OF[word].name: sum(is_refused(model, word) for model in MODELS)
+        for option in OF_MODELS
+        for word in WORDS_OF[option]
+    }
+    assert {feature: count for feature, count in found.items() if count} == REFUSED_MODELS
+
+
+def test_a_planted_refusal_is_noticed(monkeypatch):
+    """A wrong rule would leave no row that finds it wrong."""
+
+    def refused(layout, *_):
+        if layout.has("cp2") and layout.has("gemma2"):
+            raise ConfigError("gemma2 is not supported with context ranks", fix="")
+
+    monkeypatch.setattr(tables, "tiny_plan", refused)
+    tables._is_refused.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            test_no_refusal_takes_more_models_from_a_feature()
+        assert is_refused("gemma2", "cp2")
+        assert not is_refused("llama", "cp2")
+    finally:
+        tables._is_refused.cache_clear()
 
 
 def test_every_exclusion_has_a_layout():

@@ -29,18 +29,8 @@ from megatrain.tools.parity.measure import LOW_PRECISIONS, Job, Measured, Part, 
 from megatrain.tools.parity.measure import plan_of as plan_of_job
 from megatrain.tools.parity.models import MODELS
 from megatrain.tools.parity.results import Results
-from megatrain.tools.parity.rows import (
-    MAX_RANKS,
-    MICRO_BATCH,
-    OPTIONS,
-    PRODUCT,
-    QUICK_ROWS,
-    Layout,
-    all_pairs,
-    is_row,
-    pairwise_rows,
-    product_rows,
-)
+from megatrain.tools.parity.rows import MAX_RANKS, MICRO_BATCH, OPTIONS, Layout
+from megatrain.tools.parity.tables import PRODUCT, QUICK_ROWS, all_pairs, is_row, pairwise_rows, product_rows
 
 
 @functools.cache
