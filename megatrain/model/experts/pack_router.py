@@ -53,7 +53,6 @@ class PackRouter(Router):
         samples: int,
         info: PassInfo,
     ) -> Tensor:
-        """See `Router`."""
         count, batch = self._num_own(len(logits)), self._batch
         first = self.split.tp.first_row(len(logits))
         logits, experts = logits[:count], experts[:count]

@@ -55,20 +55,17 @@ class GpuClock:
         self._events: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """See `Clock`."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._events.append(event)
 
     def seconds(self, number: int) -> float:
-        """See `Clock`."""
         begin, end = self._events[number : number + 2]
         end.synchronize()
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1000
 
     def used_memory(self) -> tuple[float, float]:
-        """See `Clock`."""
         total = torch.cuda.get_device_properties(self._device).total_memory
         peak, kept = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
         return peak / total, kept / total

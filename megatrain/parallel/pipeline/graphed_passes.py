@@ -27,26 +27,9 @@ from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.pipeline.actions import Action, ActionKind
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.graph_trial import StepKind, Trial
-from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, Slots
 
 Work = Callable[[], None]
-
-
-class NoHooks:
-    """Hooks of an executor that does nothing around passes. Implements `SegmentHooks`."""
-
-    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
-        """See `SegmentHooks`."""
-
-    def before(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`."""
-
-    def after(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`."""
-
-    def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        """See `SegmentHooks`."""
 
 
 class RecordedWork(Protocol):
@@ -184,7 +167,7 @@ class MicrobatchGraphs:
     """Graphs of all passes of a micro-batch, of a rank without pipeline stages. Implements `Graphs`.
 
     Args:
-        executor: runs the passes that are recorded, with `NoHooks`.
+        executor: runs the passes that are recorded, without hooks.
         casts_weights: the first micro-batch of a step casts weights that the others read.
         peers: memory of the sends of overlapped products; None: there are none.
     """
@@ -199,7 +182,6 @@ class MicrobatchGraphs:
         self._kept: Slots | None = None
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:  # noqa: ARG002
-        """See `Graphs`."""
         if not self._recorded:
             self._record(batches[0])
         for batch, info in zip(batches, infos, strict=True):
@@ -225,7 +207,6 @@ class MicrobatchGraphs:
         return work
 
     def reset(self) -> None:
-        """See `Graphs`."""
         for recorded in self._recorded:
             recorded.reset()
 

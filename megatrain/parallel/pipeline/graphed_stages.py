@@ -46,7 +46,6 @@ class StageGraphs:
         self._slots: Slots | None = None
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
-        """See `Graphs`."""
         align(self._peers)
         actions = actions if self._schedule is None else self._schedule(len(batches))
         if actions != self._actions:
@@ -66,7 +65,6 @@ class StageGraphs:
             mine.give_sums(info)
 
     def reset(self) -> None:
-        """See `Graphs`."""
         self._executor.forget()
 
 
@@ -80,7 +78,7 @@ class _Ends:
 
 
 class RecordedExecutor(Executor):
-    """An executor that runs passes by replays. Its hooks are `NoHooks`."""
+    """An executor that runs passes by replays. It has no hooks."""
 
     _is_recording = False
     _recorded: dict[Action, RecordedWork]

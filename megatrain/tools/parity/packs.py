@@ -21,7 +21,7 @@ _COSTS: Final = PackCosts(pair=0.01, sent=0.3)
 
 @dataclass(frozen=True)
 class CutSamples:
-    """A dataset of cut samples."""
+    """A dataset of cut samples. Implements `SampleDataset`."""
 
     samples: tuple[Sample, ...]
 
@@ -37,7 +37,6 @@ class CutSamples:
         return self.samples[k]
 
     def spans(self, k: int) -> list[TokenSpan]:
-        """See `SampleDataset`."""
         return [TokenSpan("parity", k, k, 0, len(self.samples[k].tokens))]
 
 

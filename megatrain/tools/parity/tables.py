@@ -138,7 +138,7 @@ OF_MODELS = (
 )
 """Options of features that `resolve` refuses for some models."""
 _WITH: Final = {"copies": "tp2", "tpoverlap": "tp2 sp"}
-"""What some of them need."""
+"""Words that some of them need."""
 _OF_MTP = ("multi-token prediction", "pipeline split", "model")
 _TIED = {
     name
@@ -237,16 +237,14 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
 def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known model can have the known features."""
     model = known["model"]
-    if model is None:
-        return True
     if known["optimizer"] == "lion" and model in WITHOUT_LION:
         return False
     return not any(is_refused(model, word) for option in OF_MODELS if (word := known[option]) is not None)
 
 
-def is_refused(model: str, word: str) -> bool:
-    """Return whether `resolve` refuses the feature of a word with a model."""
-    return _is_refused(model, FEATURE_OF[word].name)
+def is_refused(model: str | None, word: str) -> bool:
+    """Return whether `resolve` refuses the feature of a word with a model (None: open)."""
+    return model is not None and _is_refused(model, FEATURE_OF[word].name)
 
 
 @functools.cache
@@ -274,8 +272,7 @@ def _mtp_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether the known words fit the layout with a stage for two depths."""
     if known["pipeline split"] != "mtpalone":
         return True
-    model = known["model"]
-    return known["multi-token prediction"] in (None, "mtp2") and not (model and is_refused(model, "mtp2"))
+    return known["multi-token prediction"] in (None, "mtp2") and not is_refused(known["model"], "mtp2")
 
 
 @_rule_of("context parallelism", "context communication")
@@ -293,8 +290,7 @@ def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     has_experts = any(not need.isdisjoint({"experts", "ep", "etp"}) for need in needs)
     if known["experts"] in (None, "dense") and not has_experts:
         return True
-    model = known["model"]
-    if known["experts"] == "dense" or (model and is_refused(model, "mixtral")):
+    if known["experts"] == "dense" or is_refused(known["model"], "mixtral"):
         return False
     if known["experts"] == "deepseek" and known["balancing"] in ("sinkhorn", "quantiles"):
         return False
