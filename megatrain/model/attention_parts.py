@@ -23,7 +23,7 @@ from megatrain.model.layouts import (
     unit_gain,
 )
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context.whole_keys import WholeKeys
+from megatrain.parallel.context.latent_context import WholeKeys
 from megatrain.parallel.layout import Init
 
 

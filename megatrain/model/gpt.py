@@ -38,7 +38,6 @@ from megatrain.model.families.masked_lm import (
     LabelledTokens,
     MicrobatchMeans,
 )
-from megatrain.model.families.parallel_layer import ParallelLayer
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
@@ -52,6 +51,7 @@ from megatrain.model.implementations.transformer_engine import TransformerEngine
 from megatrain.model.layer import (
     Attention,
     Mlp,
+    ParallelLayer,
     Sequential,
     TransformerLayer,
 )

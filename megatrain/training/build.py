@@ -45,7 +45,6 @@ from megatrain.parallel.pipeline.graphed_passes import (
     GraphedPasses,
     Graphs,
     MicrobatchGraphs,
-    Recorder,
 )
 from megatrain.parallel.pipeline.graphed_stages import RecordedExecutor, StageGraphs
 from megatrain.parallel.pipeline.interleave import Turns
@@ -305,7 +304,7 @@ def build_graphs(
     model: Model,
     grid: RankGrid,
     device: torch.device,
-    recorder: Recorder,
+    recorder: Capture,
     *,
     in_turn: bool = False,
 ) -> Graphs:
