@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from split_backward import with_split_backward
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,7 +28,7 @@ from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.actions import Action
 from megatrain.parallel.pipeline.executor import Executor
-from megatrain.parallel.pipeline.schedule import one_forward_one_backward
+from megatrain.parallel.pipeline.schedule import one_forward_one_backward, with_split_backward
 from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import engine_of, tiny_plan

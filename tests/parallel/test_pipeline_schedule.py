@@ -4,7 +4,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from split_backward import with_split_backward
 
 from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES, SEVERAL_CHUNKS
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement, combined
@@ -16,6 +15,7 @@ from megatrain.parallel.pipeline.schedule import (
     interleaved,
     one_forward_one_backward,
     placement_of,
+    with_split_backward,
 )
 from megatrain.parallel.pipeline.simulator import ScheduleError, Simulation, StageCosts, simulate
 

@@ -201,6 +201,16 @@ def forward_only(rank: int, placement: Placement, num_microbatches: int) -> list
     return with_messages(passes, rank, placement)
 
 
+def with_split_backward(actions: Sequence[Action]) -> list[Action]:
+    """Return the schedule with weight gradients as separate actions after each backward pass."""
+    split: list[Action] = []
+    for action in actions:
+        split.append(action)
+        if action.kind is ActionKind.BACKWARD:
+            split.append(Action(ActionKind.WEIGHT, action.microbatch, action.chunk))
+    return split
+
+
 def with_messages(passes: Sequence[Action], rank: int, placement: Placement) -> list[Action]:
     """Return a rank's passes, each between the messages that it needs and those that it sends to adjacent virtual stages."""
     return [action for one in passes for action in _with_messages(one, rank, placement)]

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from split_backward import with_split_backward
 from torch import Tensor
 from transformer_engine_stand_in import SIGNATURES, stand_in
 
@@ -32,7 +31,7 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
-from megatrain.parallel.pipeline.schedule import one_forward_one_backward
+from megatrain.parallel.pipeline.schedule import one_forward_one_backward, with_split_backward
 from megatrain.parallel.rank_lists import GridShape
 
 VOCAB, SEQ, BATCH, PASSES = 101, 12, 2, 3
