@@ -38,6 +38,7 @@ from megatrain.model.families.masked_lm import (
     LabelledTokens,
     MicrobatchMeans,
 )
+from megatrain.model.families.parallel_layer import ParallelLayer
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
@@ -48,13 +49,7 @@ from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.implementations.lora import freeze_base, lora_builder
 from megatrain.model.implementations.module_protocols import Pointwise
 from megatrain.model.implementations.transformer_engine import TransformerEngineBuilder
-from megatrain.model.layer import (
-    Attention,
-    Mlp,
-    ParallelLayer,
-    Sequential,
-    TransformerLayer,
-)
+from megatrain.model.layer import Attention, Mlp, Sequential, TransformerLayer
 from megatrain.model.layer_context import ExpertCommunication, LayerContext, LayerRanks
 from megatrain.model.layouts import norm_weights, table_layout, vocab_bias_layout, vocab_layout
 from megatrain.model.mtp import MtpLayer

@@ -10,7 +10,6 @@ In evaluation only the loss is computed, and predictions for accuracy. Padded id
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatrain.config.model_spec.model import ModelSpec
 from megatrain.kernels.cross_entropy import chunk_rows
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.linear import linear
+from megatrain.kernels.logit_scaling import LogitScaling
 from megatrain.kernels.sums import add_column_sums
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.families.accuracy import vocab_parallel_argmax
@@ -39,25 +39,6 @@ from megatrain.parallel.tensor_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_logits_gradient,
 )
-
-
-@dataclass(frozen=True)
-class LogitScaling:
-    """Logits from products with the output weight: cap * tanh(scale * product / cap)."""
-
-    scale: float
-    cap: float | None
-    """Softcap; None: logits are scale * product."""
-
-    def logits(self, products: Tensor) -> Tensor:
-        """Compute the logits; `products` is overwritten."""
-        if self.scale != 1.0:
-            products *= self.scale
-        return products if self.cap is None else torch.tanh(products / self.cap) * self.cap
-
-    def softcap_derivative(self, logits: Tensor) -> Tensor | None:
-        """Return the derivative of the logits with respect to scale * product; None: it is 1."""
-        return None if self.cap is None else 1 - (logits / self.cap).square()
 
 
 class Head(ShardedModule):

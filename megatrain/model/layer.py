@@ -5,7 +5,7 @@ hidden ──┬─ norm + qkv ─ RoPE ─ core attention ─ gate ─ projecti
                                                                                 └───────────────────── + ──────────────────┘── hidden
 
 "Gate" is --attention-output-gate. "Output" is a norm, dropout, both or nothing. A branch adds the output of the branch before it to the residual stream, so that
-one kernel does this addition and the norm, unless dropout did it; branches of a `ParallelLayer` all read the input of the layer. Layers with experts have the branch of experts/experts.py in place of the MLP.
+one kernel does this addition and the norm, unless dropout did it; branches of a `ParallelLayer` (families/parallel_layer.py) all read the input of the layer. Layers with experts have the branch of experts/experts.py in place of the MLP.
 """
 
 from __future__ import annotations
@@ -179,18 +179,3 @@ def branch_output(part: Part, context: LayerContext) -> BranchOutput:
     output = BranchOutput(modules)
     output.adds = bool(spec.hidden_dropout) and not spec.all_layers[context.number].is_parallel
     return output
-
-
-class ParallelLayer(TransformerLayer):
-    """A layer whose branches all read its input (GPT-NeoX): hidden + attention(hidden) + MLP(hidden); or its norm (Falcon-H1)."""
-
-    def __init__(self, branches: Sequence[nn.Module], norm: Pointwise | None) -> None:
-        super().__init__(branches)
-        self.norm = Sequential([] if norm is None else [norm])
-
-    def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
-        residual, outputs = self.norm(hidden, info), []
-        for branch in self.branches:
-            residual, output = branch(residual, None, info)
-            outputs.append(output)
-        return sum(outputs, hidden if self.norm.steps else residual)

@@ -21,7 +21,8 @@ from megatrain.config import Plan
 from megatrain.kernels.fused.launching import enable_fused_kernels
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.sharded import num_zero_gradients, parameter_norm
-from megatrain.parallel.batch import Batch, PassInfo, with_batches_ahead
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.batches_ahead import with_batches_ahead
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.initialize import InitialWeights

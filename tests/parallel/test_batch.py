@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatrain.parallel.batch import Batch, with_batches_ahead
+from megatrain.parallel.batch import Batch
+from megatrain.parallel.batches_ahead import with_batches_ahead
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.documents import Documents
 from megatrain.parallel.grid import RankGroup

@@ -15,8 +15,9 @@ from torch import Tensor
 from megatrain.kernels import gated_delta
 from megatrain.kernels.gated_delta import causal_convolution, continue_gated_delta_rule
 from megatrain.model import functions, linear_attention
+from megatrain.model.families.parallel_layer import ParallelLayer
 from megatrain.model.implementations.attention import LocalContextAttention
-from megatrain.model.layer import Attention, ParallelLayer, TransformerLayer
+from megatrain.model.layer import Attention, TransformerLayer
 from megatrain.model.linear_attention import DeltaRule
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context import largest_logits

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megatrain.model import mtp
 from megatrain.model.head import Head
-from megatrain.parallel.batch import Batch, with_batches_ahead
+from megatrain.parallel.batch import Batch
+from megatrain.parallel.batches_ahead import with_batches_ahead
 from megatrain.tools.parity.runs.program import Patch
 from megatrain.training import engine
 from megatrain.training.engine import Engine

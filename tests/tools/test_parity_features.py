@@ -10,7 +10,7 @@ from megatrain.tools.parity.measure import tiny_plan
 from megatrain.tools.parity.models import MODELS
 from megatrain.tools.parity.rows import FEATURE_OF, Layout
 from megatrain.tools.parity.rows import OPTIONS as WORDS_OF
-from megatrain.tools.parity.tables import OF_MODELS, is_refused, is_row
+from megatrain.tools.parity.tables import ALWAYS, OF_MODELS, PACKED_ROWS, is_refused, is_row
 
 ALL_OPTIONS = (*OPTIONS, PACKS, ADAPTERS, *NUMBER_FORMATS)
 EXCLUDED = {
@@ -162,6 +162,12 @@ def test_no_refusal_takes_more_models_from_a_feature():
         for word in WORDS_OF[option]
     }
     assert {feature: count for feature, count in found.items() if count} == REFUSED_MODELS
+
+
+def test_every_written_row_is_a_row():
+    """Tables leave out rows that are none: fewer ranks have fewer of them, and eight have all."""
+    texts = [*ALWAYS, *(f"tokens {text}" for text in PACKED_ROWS)]
+    assert [text for text in texts if not is_row(Layout.of(text).words)] == []
 
 
 def test_a_planted_refusal_is_noticed(monkeypatch):

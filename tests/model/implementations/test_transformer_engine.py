@@ -26,7 +26,8 @@ from megatrain.config.model_spec.stack import Stack
 from megatrain.model.gpt import Model, build_model
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
-from megatrain.parallel.batch import Batch, PassInfo, with_batches_ahead
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.batches_ahead import with_batches_ahead
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights

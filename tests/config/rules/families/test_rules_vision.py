@@ -36,10 +36,8 @@ CASES = {
         (f"{CLIP} --vision-num-attention-heads 1 --tensor-model-parallel-size 2", "", Facts(world_size=2),
          ("--vision-num-attention-heads 1", "2"), ("--tensor-model-parallel-size 1",)),
     ],
-    "tower_is_like_the_language_model": [
-        (f"{VLM} --num-experts 4", "", None, ("--vision-model-type like_language", "--num-experts"), ("--vision-model-type clip",)),
-    ],
     "conflicting_settings": [
+        (f"{VLM} --num-experts 4", "", None, ("--vision-model-type like_language", "--num-experts"), ("--vision-model-type clip",)),
         (f"{VLM} --mtp-num-layers 1", "", None, ("--mtp-num-layers",), ("remove --mtp-num-layers",)),
         (f"{VLM} --export-kd-teacher-load teacher", "", None,
          ("--export-kd-teacher-load teacher", "--model-family vlm"), ("remove --export-kd-teacher-load",)),
