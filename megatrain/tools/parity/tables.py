@@ -233,13 +233,20 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     return not set(stages).isdisjoint(fitting)
 
 
-@_rule_of(*OF_MODELS, "model")
-def _model_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
-    """Return whether the known model can have the known features."""
-    model = known["model"]
-    if known["optimizer"] == "lion" and model in WITHOUT_LION:
-        return False
-    return not any(is_refused(model, word) for option in OF_MODELS if (word := known[option]) is not None)
+@_rule_of("optimizer", "model")
+def _lion_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
+    return known["optimizer"] != "lion" or known["model"] not in WITHOUT_LION
+
+
+def _model_fits(option: str) -> _RuleOfWords:
+    """Return the rule that the known model can have the known feature of an option."""
+
+    @_rule_of(option, "model")
+    def fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
+        word = known[option]
+        return word is None or not is_refused(known["model"], word)
+
+    return fits
 
 
 def is_refused(model: str | None, word: str) -> bool:
@@ -409,7 +416,8 @@ def _is_allowed(words: Partial, max_ranks: int) -> bool:
 _RULES: Final = (
     _sizes_fit,
     _stages_fit,
-    _model_fits,
+    _lion_fits,
+    *map(_model_fits, OF_MODELS),
     _decoder_fits,
     _mtp_fits,
     _context_fits,
