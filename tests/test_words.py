@@ -41,7 +41,7 @@ RETIRED = {
     r"Visitors|Exchange|bring_back|_Trip|_Way": "DispatchedTokens, TokenDispatcher, combine, AllToAllSplits, DispatchState",
     r"Joined|Borders|Narrowing|Beside|Foreign|StepUnderway|Told": "SoftmaxMerge, CuSeqlens, CastToWeightDtype, WithSharedExpert, TEModuleAdapter, PendingStep, StepMetrics",
     r"is_told|slope": "is_reported, derivative",
-    r"LaidOutModule|(Local|TransformerEngine)?Leaves|looker|Glance": "ShardedModule, ModuleBuilder, observer, UnresponsiveRank",
+    r"LaidOutModule|(Local|TransformerEngine)?Leaves|looker|Glance": "ShardedModule, LocalBuilder, observer, UnresponsiveRank",
     r"keeps_parts|((key|value)_)?head_channels|plain_channels|(convolution|num)_taps": "returns_partial_sums, head_dim, qk_nope_head_dim, kernel_size",
     r"wide (dtype|numbers?|weights?)|main[ _](weights?|dtype|params?)": "accumulation dtype, master weights",
     r"borders?": "boundary, cu_seqlens",

@@ -136,7 +136,6 @@ class MergedAdapters(TensorReader):
 
     @property
     def manifest(self) -> Manifest:
-        """See `TensorReader`."""
         return self._manifest
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:

@@ -42,20 +42,6 @@ _CHANNEL_CHUNK = 16
 """Tokens of a chunk if each channel has its decay: the decays between its tokens are [c, c, dk]."""
 
 
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    document_ids: Tensor | None = None,
-    chunk: int = CHUNK,
-) -> Tensor:
-    """Apply the rule to whole sequences, from an empty state: see `continue_gated_delta_rule`."""
-    return continue_gated_delta_rule(q, k, v, g, beta, None, document_ids=document_ids, chunk=chunk)[0]
-
-
 def continue_gated_delta_rule(
     q: Tensor,
     k: Tensor,

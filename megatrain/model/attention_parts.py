@@ -13,7 +13,7 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.kernels import output_gate
 from megatrain.kernels.qkv import Place
 from megatrain.model.families.masked_attention import MaskedAttention
-from megatrain.model.implementations.module_builder import Pointwise
+from megatrain.model.implementations.module_protocols import Pointwise
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import (
     Columns,
@@ -23,7 +23,7 @@ from megatrain.model.layouts import (
     unit_gain,
 )
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context.whole_keys import WholeKeys
+from megatrain.parallel.context.latent_context import WholeKeys
 from megatrain.parallel.layout import Init
 
 

@@ -86,7 +86,6 @@ class PackContexts(SampleContexts):
     cp: PackContext
 
     def attention(self, layer: int) -> ContextAttention:  # noqa: ARG002 (all layers communicate alike)
-        """See `SampleContexts`."""
         return PackAttention(self.cp, gathers=self.cp_comm_types[0] == "all_gather")
 
     def _split(self) -> PackContext:

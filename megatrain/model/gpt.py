@@ -47,14 +47,9 @@ from megatrain.model.implementations.fake_quantized import fake_quantized_builde
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.implementations.lora import freeze_base, lora_builder
-from megatrain.model.implementations.module_builder import ModuleBuilder, Pointwise
+from megatrain.model.implementations.module_protocols import Pointwise
 from megatrain.model.implementations.transformer_engine import TransformerEngineBuilder
-from megatrain.model.layer import (
-    Attention,
-    Mlp,
-    Sequential,
-    TransformerLayer,
-)
+from megatrain.model.layer import Attention, Mlp, Sequential, TransformerLayer
 from megatrain.model.layer_context import ExpertCommunication, LayerContext, LayerRanks
 from megatrain.model.layouts import norm_weights, table_layout, vocab_bias_layout, vocab_layout
 from megatrain.model.mtp import MtpLayer
@@ -161,7 +156,7 @@ def build_model(
     tp, cp = _tensor_parallel(grid, device, sequence_parallel, overlaps_tp), contexts.cp
     new_builder = _new_builder(implementation, qat, spec)
 
-    def builder_of(layer: int) -> ModuleBuilder:
+    def builder_of(layer: int) -> LocalBuilder:
         recipe = fp8 and functools.partial(fp8.recipe, layer)
         return new_builder(tp, cp, dtype, spec.norm, seed, attention, contexts.attention(layer), recipe)
 
@@ -228,7 +223,7 @@ class _StageBuilder:
     """Numbers of the layers of the vision tower of each virtual stage; None: the first has them all."""
     mtp_stage: int
     """Virtual stage of multi-token prediction."""
-    builder_of: Callable[[int], ModuleBuilder]
+    builder_of: Callable[[int], LocalBuilder]
     """Returns the builder of the modules of a layer, by its number."""
     ranks: LayerRanks
     contexts: SampleContexts
@@ -432,7 +427,7 @@ class _StageBuilder:
         return Head(*arguments) if self.others is None else self.others.head(*arguments)
 
     @property
-    def _plain_builder(self) -> ModuleBuilder:
+    def _plain_builder(self) -> LocalBuilder:
         """The builder of modules outside of layers, which are not in FP8."""
         builder = self.builder_of(0)
         assert isinstance(builder, LocalBuilder)

@@ -25,7 +25,7 @@ from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.model import latent_functions
 from megatrain.model.attention_parts import core_attention
-from megatrain.model.implementations.module_builder import (
+from megatrain.model.implementations.module_protocols import (
     AttentionToSamples,
     ColumnLinear,
 )

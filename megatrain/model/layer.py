@@ -22,7 +22,7 @@ from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.kernels.rotary import cos_sin_tables
 from megatrain.model import functions
 from megatrain.model.attention_parts import core_attention, gate_output, qk_norm
-from megatrain.model.implementations.module_builder import Pointwise
+from megatrain.model.implementations.module_protocols import Pointwise
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.layouts import norm_weights
 from megatrain.model.recompute import RecomputedModule

@@ -21,7 +21,8 @@ from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.norm import NormPosition
 from megatrain.config.model_spec.part import Part
 from megatrain.kernels.side_stream import SideStream
-from megatrain.model.implementations.module_builder import ColumnLinear, ModuleBuilder, Pointwise, RowLinear
+from megatrain.model.implementations.local_builder import LocalBuilder
+from megatrain.model.implementations.module_protocols import ColumnLinear, Pointwise, RowLinear
 from megatrain.model.layouts import (
     Columns,
     LinearLayout,
@@ -78,7 +79,7 @@ class LayerContext:
 
     model: ModelSpec
     number: int
-    builder: ModuleBuilder
+    builder: LocalBuilder
     ranks: LayerRanks
     rope_of: Callable[[AttentionSpec], Any]
     """Returns the `RotaryEmbedding` of an attention, which layers share, or None."""

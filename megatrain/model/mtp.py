@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.model.embedding import Embedding
 from megatrain.model.experts.router import mean_losses
-from megatrain.model.implementations.module_builder import ModuleBuilder
+from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layouts import Columns, LinearLayout, columns_layout, norm_weights
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.column_gather import gather_columns
@@ -64,7 +64,7 @@ class MtpLayer(ShardedModule):
         owns_embedding: bool,
         embedding_output: nn.Module,
         layers: Sequence[nn.Module],
-        builder: ModuleBuilder,
+        builder: LocalBuilder,
         tp: TensorParallel,
         hidden_dtype: torch.dtype,
     ) -> None:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.model_spec.attention import AttentionSpec, SparseAttentionSpec
@@ -19,20 +19,39 @@ from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec
 from megatrain.config.model_spec.mamba import MambaSpec
-from megatrain.config.model_spec.mlp import AttentionReplacementSpec, MlpReplacementSpec, MlpSpec
+from megatrain.config.model_spec.mlp import (
+    AttentionReplacementSpec,
+    MlpReplacementSpec,
+    MlpSpec,
+    ReplacementSpec,
+)
 from megatrain.config.model_spec.part import Part
 from megatrain.config.user_function import describe_line
 from megatrain.model.experts.build import expert_branch
 from megatrain.model.families.cross_attention import CrossAttention
-from megatrain.model.families.replacement import Replacement
 from megatrain.model.families.sparse_attention import SparseAttention
 from megatrain.model.implementations.mlp_chunks import ChunkedMlp
 from megatrain.model.latent_attention import LatentAttention
-from megatrain.model.layer import Attention, Mlp
+from megatrain.model.layer import Attention, Mlp, branch_output
 from megatrain.model.layer_context import LayerContext
 from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.mamba import Mamba
 from megatrain.model.recompute import RecomputedModule
+from megatrain.parallel.batch import PassInfo
+
+
+class Replacement(nn.Module):
+    """Every tensor rank computes its rows: there is no communication."""
+
+    def __init__(self, spec: ReplacementSpec, context: LayerContext) -> None:
+        super().__init__()
+        (linear,) = spec.linears(context.model.hidden_size)
+        self.linear = context.replicated_linear(linear, context.branch_norm(spec), has_bias=spec.has_bias)
+        self.output = branch_output(spec, context)
+
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor | None]:
+        residual, x = self.linear(residual, delta, info)
+        return self.output.add_to(residual, x, info)
 
 
 def build_part(part: Part, context: LayerContext) -> nn.Module:

@@ -75,7 +75,6 @@ class DynamicLossScaler(LossScaler):
         return self.skips_all or self.stuck_steps < MOST_STUCK_STEPS
 
     def update(self, *, is_finite: bool) -> None:
-        """See `LossScaler`."""
         if not is_finite:
             self.finite_steps = 0
             self.stuck_steps += self.scale <= self.minimum
@@ -91,11 +90,9 @@ class DynamicLossScaler(LossScaler):
             self.scale *= _GROWTH
 
     def state(self) -> dict[str, Any]:
-        """See `LossScaler`."""
         return {"scale": self.scale, "finite_steps": self.finite_steps, "patience": self.patience}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `LossScaler`."""
         self.scale = float(state.get("scale", self.scale))
         self.finite_steps = int(state.get("finite_steps", 0))
         self.patience = int(state.get("patience", self.hysteresis))

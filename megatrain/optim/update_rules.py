@@ -31,7 +31,7 @@ class UpdateRule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamwRule:
-    """Adam with decoupled weight decay."""
+    """Adam with decoupled weight decay. Implements `UpdateRule`."""
 
     beta1: float
     beta2: float
@@ -40,7 +40,6 @@ class AdamwRule:
     kinds = ("exp_avg", "exp_avg_sq")
 
     def update(self, shard: FlatUpdate, moments: Mapping[str, Tensor], step: int) -> None:
-        """See `UpdateRule`."""
         beta1, beta2 = (_rounded(beta, shard.master.dtype) for beta in (self.beta1, self.beta2))
         numbers = AdamwStep(beta1=beta1, beta2=beta2, eps=self.eps, step=step)
         adamw(shard, moments["exp_avg"], moments["exp_avg_sq"], numbers)
@@ -56,20 +55,19 @@ def _rounded(beta: float, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SgdRule:
-    """Stochastic gradient descent with momentum."""
+    """Stochastic gradient descent with momentum. Implements `UpdateRule`."""
 
     momentum: float
 
     kinds = ("momentum_buffer",)
 
     def update(self, shard: FlatUpdate, moments: Mapping[str, Tensor], step: int) -> None:  # noqa: ARG002 (no step count)
-        """See `UpdateRule`."""
         sgd(shard, moments["momentum_buffer"], momentum=self.momentum)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LionRule:
-    """Steps by the sign of a momentum, with decoupled weight decay."""
+    """Steps by the sign of a momentum, with decoupled weight decay. Implements `UpdateRule`."""
 
     beta1: float
     beta2: float
@@ -77,7 +75,6 @@ class LionRule:
     kinds = ("exp_avg",)
 
     def update(self, shard: FlatUpdate, moments: Mapping[str, Tensor], step: int) -> None:  # noqa: ARG002 (no step count)
-        """See `UpdateRule`."""
         lion(shard, moments["exp_avg"], beta1=self.beta1, beta2=self.beta2)
 
 

@@ -41,7 +41,7 @@ from megatrain.parallel.collectives import (
 from megatrain.parallel.grid import FamilyGroups, RankGrid, RankGroup
 from megatrain.parallel.layout import ParamRegistry
 from megatrain.parallel.pipeline.actions import ActionKind
-from megatrain.parallel.pipeline.segments import SegmentPass
+from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
 
 
 class BucketMemory:
@@ -130,8 +130,8 @@ class DataParallelOptions:
     """Dtype in which gradients are communicated; None: the dtype of the gradient buffers."""
 
 
-class DataParallel:
-    """Communicates one model chunk's gradients and weights between its replicas. Implements the executor's `SegmentHooks`.
+class DataParallel(SegmentHooks):
+    """Communicates one model chunk's gradients and weights between its replicas.
 
     Args:
         buffers: the chunk's weights and gradients, cut for this grid.
@@ -141,6 +141,7 @@ class DataParallel:
     def __init__(
         self, buffers: FlatBuffers, grid: RankGrid, options: DataParallelOptions = DataParallelOptions()
     ) -> None:
+        super().__init__()
         self.buffers = buffers
         self.grid = grid
         families = [grid.family(bucket.family) for bucket in buffers.buckets]
@@ -160,11 +161,10 @@ class DataParallel:
         self._running: list[SegmentPass] = []
 
     def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
-        """See `SegmentHooks`."""
         self._upcoming = deque(passes)
 
     def before(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`. Also begins to gather the weights of the next pass."""
+        """Also begin to gather the weights of the next pass."""
         expected = self._upcoming.popleft()
         assert segment_pass == expected, f"{segment_pass} runs before {expected}"
         self._running.append(segment_pass)
@@ -179,14 +179,13 @@ class DataParallel:
                 self.weights.prefetch(number)
 
     def after(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`."""
         self._running.remove(segment_pass)
         if segment_pass.kind is not ActionKind.WEIGHT:
             for number in set(self._buckets_of.get(segment_pass.segment, ())).difference(self._in_use()):
                 self.buffers.weights.free(number)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        """See `SegmentHooks`. Backward passes run from the last segment down: the lowest-numbered segment that uses a bucket runs last and completes it."""
+        """Backward passes run from the last segment down: the lowest-numbered segment that uses a bucket runs last and completes it."""
         for number in self._buckets_of.get(segment, ()):
             if segment == self.buffers.buckets[number].completed_by:
                 self.gradients.mark_ready(number, is_last=is_last)

@@ -36,10 +36,6 @@ class RankGroup:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
-
 
 @dataclass(frozen=True)
 class Channel:

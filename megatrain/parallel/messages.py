@@ -12,34 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
+
+from torch.distributed import Store
 
 FAN_IN: Final = 128
 """Ranks whose values another one collects."""
-
-
-class Store(Protocol):
-    """The methods of torch.distributed's stores that are used here."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write an entry."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """Wait for an entry, and read it."""
-        ...
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Wait for entries, and read them in one round trip."""
-        ...
-
-    def add(self, key: str, number: int, /) -> int:
-        """Add to a counter, which begins at 0; return it."""
-        ...
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove an entry."""
-        ...
 
 
 class Messages:

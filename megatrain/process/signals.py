@@ -18,7 +18,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes longer to import than this module
     from collections.abc import Callable
-    from types import FrameType, TracebackType
+    from types import FrameType
     from typing import Any, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -63,9 +63,7 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.is_active = False
         for number, handler in self._previous.items():
             signal.signal(number, handler)

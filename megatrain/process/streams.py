@@ -16,7 +16,6 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes longer to import than this module
     from collections.abc import Iterable
-    from types import TracebackType
     from typing import Any, Self, TextIO
 
 _CLOSED_PIPE = 141
@@ -40,9 +39,7 @@ class StandardStreams:
         sys.stdout, sys.stderr = self._output, _Stream(sys.stderr or _to_nowhere())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._output.flush()
             sys.stderr.flush()

@@ -464,7 +464,7 @@ class _LoaderBuilder:
 
 
 class _EmptyBatches:
-    """Micro-batches without tokens, for a pipeline stage that only computes with hidden states."""
+    """Micro-batches without tokens, for a pipeline stage that only computes with hidden states. Implements `Batches`."""
 
     def __init__(self, device: torch.device) -> None:
         ids = torch.empty(0, 0, dtype=torch.int64, device=device)
@@ -472,11 +472,9 @@ class _EmptyBatches:
         self.batch = Batch(tokens=ids, labels=ids, loss_mask=mask, position_ids=ids)
 
     def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:  # noqa: ARG002
-        """See `Batches`."""
         return [self.batch] * num_microbatches
 
     def spans(self, sample: int) -> list[TokenSpan]:  # noqa: ARG002
-        """See `Batches`."""
         return []
 
     def close(self) -> None:

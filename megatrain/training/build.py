@@ -47,8 +47,6 @@ from megatrain.parallel.pipeline.graphed_passes import (
     GraphedPasses,
     Graphs,
     MicrobatchGraphs,
-    NoHooks,
-    Recorder,
 )
 from megatrain.parallel.pipeline.graphed_stages import RecordedExecutor, StageGraphs
 from megatrain.parallel.pipeline.interleave import Turns
@@ -221,7 +219,7 @@ def build_executor(
     config = plan.config
     strategy = config.parallel.data_parallel_sharding_strategy
     has_late_gradients = grid.ep.size > 1 and strategy in ("no_shard", "optim")
-    late: LateGradients = "all" if isinstance(hooks, NoHooks) else "before_last"
+    late: LateGradients = "all" if type(hooks) is SegmentHooks else "before_last"
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(sample_length(config) // model.cp.size)
     segments: Sequence[Segment] = model.segments
@@ -308,12 +306,12 @@ def build_graphs(
     model: Model,
     grid: RankGrid,
     device: torch.device,
-    recorder: Recorder,
+    recorder: Capture,
     *,
     in_turn: bool = False,
 ) -> Graphs:
     """Build what records the passes of training and replays them; `in_turn`: those of two micro-batches in turn."""
-    build = functools.partial(build_executor, plan, model, NoHooks(), grid, device)
+    build = functools.partial(build_executor, plan, model, SegmentHooks(), grid, device)
     if model.placement.num_stages > 1 or _overlaps_passes(plan) or in_turn:
         schedule = dataclasses.replace(build_pipeline(plan), combines=True)
         own_schedule = functools.partial(schedule.training, grid.pp.rank) if in_turn else None

@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -170,8 +171,10 @@ def batch(setup: Setup) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sampler = SingleSampler(DataShard(micro_batch_size=1, dp_rank=0, dp_size=1), len(samples))
     for workers in (0, 2):
-        with BatchLoader(
-            samples, sampler, seq_length=8192, device=device, num_workers=workers, has_documents=True
+        with closing(
+            BatchLoader(
+                samples, sampler, seq_length=8192, device=device, num_workers=workers, has_documents=True
+            )
         ) as loader:
             waits = []
             for step in range(60):

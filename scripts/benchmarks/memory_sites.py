@@ -47,27 +47,19 @@ NUM_FRAMES = 3
 """Functions of megatrain that name an allocation, innermost first."""
 
 
-class PassMemory:
+class PassMemory(SegmentHooks):
     """Hooks of an executor that also note the bytes in use after each pass."""
 
     def __init__(self, hooks: SegmentHooks, *, collects: bool) -> None:
-        self._hooks, self._collects = hooks, collects
+        super().__init__(hooks)
+        self._collects = collects
         self.found: list[tuple[str, int]] = []
 
-    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
-        self._hooks.on_schedule(passes)
-
-    def before(self, segment_pass: SegmentPass) -> None:
-        self._hooks.before(segment_pass)
-
     def after(self, segment_pass: SegmentPass) -> None:
-        self._hooks.after(segment_pass)
+        super().after(segment_pass)
         if self._collects:
             gc.collect()
         self.found.append((segment_pass.kind.value, torch.cuda.memory_allocated()))
-
-    def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        self._hooks.on_gradients(segment, is_last=is_last)
 
 
 def batches_of(plan: Plan, ranks: Ranks) -> list[Batch]:

@@ -9,7 +9,6 @@ from megatrain.kernels.gated_delta import (
     causal_convolution,
     continue_gated_delta_rule,
     delta_rule,
-    gated_delta_rule,
 )
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 8 + [2] * 2, [5] * 8 + [6] + [7] * 4]).t()
@@ -43,7 +42,7 @@ def test_chunks_compute_the_recurrence_and_its_gradients(s: int, chunk: int) -> 
         drawn(s, 2, 3, seed=4).sigmoid(),
     ]
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out, expected = gated_delta_rule(*leaves, chunk=chunk), recurrence(*leaves)
+    (out, _), expected = continue_gated_delta_rule(*leaves, None, chunk=chunk), recurrence(*leaves)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     dout = drawn(*out.shape, seed=5)
     found = torch.autograd.grad(out, leaves, dout)
@@ -93,7 +92,7 @@ def test_the_first_document_continues_the_state() -> None:
         drawn(13, 2, 3, seed=4).sigmoid(),
     )
     arguments = (q, k, v, g, beta)
-    expected = gated_delta_rule(*arguments, document_ids=DOCUMENTS, chunk=4)
+    expected, _ = continue_gated_delta_rule(*arguments, None, document_ids=DOCUMENTS, chunk=4)
     state, outputs = None, []
     for rows in (slice(0, 2), slice(2, 13)):
         parts = (x[rows] for x in arguments)
@@ -104,7 +103,7 @@ def test_the_first_document_continues_the_state() -> None:
 
 def test_a_strong_decay_does_not_overflow() -> None:
     q, k, v = (drawn(64, 1, 1, 4, seed=seed).float() for seed in range(3))
-    out = gated_delta_rule(q, k, v, torch.full((64, 1, 1), -50.0), torch.ones(64, 1, 1))
+    out, _ = continue_gated_delta_rule(q, k, v, torch.full((64, 1, 1), -50.0), torch.ones(64, 1, 1), None)
     torch.testing.assert_close(out, (q * k).sum(-1, keepdim=True) * v)  # only the token's own write is left
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from everyday import nightly, only
@@ -13,19 +11,12 @@ from megatrain.kernels.host_copy import HostBuffers
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.activation_offload import ActivationOffload
-from megatrain.parallel.pipeline.segments import SegmentPass
+from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan, weights_of
 from megatrain.tools.parity.rows import Layout
 from megatrain.training.build import build_schedules
 
 CPU = torch.device("cpu")
-
-
-class NoHooks:
-    def on_schedule(self, passes: Sequence[SegmentPass]) -> None: ...
-    def before(self, segment_pass: SegmentPass) -> None: ...
-    def after(self, segment_pass: SegmentPass) -> None: ...
-    def on_gradients(self, segment: int, *, is_last: bool) -> None: ...
 
 
 class Square(nn.Module):
@@ -44,7 +35,7 @@ def passes(*kinds: tuple[ActionKind, int]) -> list[SegmentPass]:
 
 
 def test_memory_is_free_after_the_next_segment_and_back_before_the_backward_pass() -> None:
-    offload, batch = ActivationOffload(NoHooks(), CPU, 0), object()
+    offload, batch = ActivationOffload(SegmentHooks(), CPU, 0), object()
     segments = [offload.segment(number, Square(), is_whole=True) for number in range(3)]
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
     schedule = passes(*((forward, n) for n in range(3)), *((backward, n) for n in (2, 1, 0)))
@@ -87,7 +78,7 @@ def test_buffers_are_used_again() -> None:
 
 
 def test_small_tensors_and_evaluation_stay() -> None:
-    offload = ActivationOffload(NoHooks(), CPU, 25)
+    offload = ActivationOffload(SegmentHooks(), CPU, 25)
     segment = offload.segment(0, Square(), is_whole=True)
     leaf = torch.ones(6, 4, requires_grad=True)
     segment(leaf, object(), PassInfo(is_training=False))  # type: ignore[arg-type]

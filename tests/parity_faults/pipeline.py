@@ -31,7 +31,7 @@ def _weight_gradients_skipped() -> AbstractContextManager[Any]:
     run_segment = Executor._weights
 
     def skipping(self: Executor, state: Any) -> None:
-        if state.info.microbatch == 0 and self.grid.pp.is_last:
+        if state.info.microbatch == 0 and self.grid.pp.rank == self.grid.pp.size - 1:
             state.deferred[0] = []
         run_segment(self, state)
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_a_sample_is_what_training_reads(
     samples = built(flags, world_size=2).train
     for rank, consumed in itertools.product(range(2), (0, 12)):
         sampler = SingleSampler(DataShard(micro_batch_size=2, dp_rank=rank, dp_size=2), len(samples))
-        with BatchLoader(samples, sampler, seq_length=16, has_documents=bool(masks)) as loader:
+        with closing(BatchLoader(samples, sampler, seq_length=16, has_documents=bool(masks))) as loader:
             (batch,) = loader.microbatches(consumed, 1)
         for row in range(2):
             shown = sample(capsys, flags, "train", consumed + 2 * rank + row)

@@ -38,24 +38,22 @@ class BatchRule(Protocol):
 
 @dataclass(frozen=True)
 class ConstantBatch:
-    """One size for all iterations."""
+    """One size for all iterations. Implements `BatchRule`."""
 
     size: int
     constant_from: int = 0
 
     def at(self, consumed: int) -> int:  # noqa: ARG002
-        """See `BatchRule`."""
         return self.size
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """See `BatchRule`."""
         return (self.size,)
 
 
 @dataclass(frozen=True)
 class RampedBatch:
-    """Sizes from `start` to `target` in steps of `increment`, spread evenly over `samples`."""
+    """Sizes from `start` to `target` in steps of `increment`, spread evenly over `samples`. Implements `BatchRule`."""
 
     start: int
     increment: int
@@ -71,34 +69,29 @@ class RampedBatch:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """See `BatchRule`."""
         return tuple(range(self.start, self.target + 1, self.increment))
 
     @property
     def constant_from(self) -> int:
-        """See `BatchRule`."""
         return self.samples + 1
 
 
 @dataclass(frozen=True)
 class SteppedBatch:
-    """The size, or the length, of the last threshold reached."""
+    """The size, or the length, of the last threshold reached. Implements `BatchRule`."""
 
     steps: tuple[tuple[int, int], ...]
     """Pairs of consumed samples and size; the first is at 0."""
 
     def at(self, consumed: int) -> int:
-        """See `BatchRule`."""
         return [size for threshold, size in self.steps if threshold <= consumed][-1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """See `BatchRule`."""
         return tuple(size for _, size in self.steps)
 
     @property
     def constant_from(self) -> int:
-        """See `BatchRule`."""
         return self.steps[-1][0]
 
 

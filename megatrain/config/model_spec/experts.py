@@ -15,21 +15,35 @@ BalancingLoss = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
 """Load balancing loss over the tokens of a micro-batch, of a sequence, or of a global batch."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterSpec:
-    """Router: selects the experts of each token and computes their probabilities."""
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
-    num_experts: int
+
+@dataclass(frozen=True, kw_only=True)
+class TopKRule:
+    """Rule for the selection of experts by their logits."""
+
     top_k: int
-    score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    score_function: ScoreFunction = "softmax"
     is_pre_softmax: bool = False
     """The softmax is over all experts, not over the selected ones."""
     num_groups: int | None = None
     """Groups of consecutive experts, `group_top_k` of them per token, by the sums of their `group_score_top_k` largest scores."""
     group_top_k: int | None = None
     group_score_top_k: int | None = None
-    scaling_factor: float | None = None
-    """Factor of the probabilities; None: 1."""
+    scaling_factor: float = 1.0
+    """Factor of the probabilities."""
+
+    @property
+    def selects_top_logits(self) -> bool:
+        """True if the selected experts are those with the largest logits."""
+        return self.score_function == "softmax" and not self.is_pre_softmax and self.num_groups is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec(TopKRule):
+    """Router: selects the experts of each token and computes their probabilities."""
+
+    num_experts: int
     dtype: Literal["fp32", "fp64"] | None = None
     """Dtype of logits and scores; None: logits in the model's dtype."""
     losses: tuple[tuple[BalancingLoss, float], ...] = ()

@@ -11,7 +11,7 @@ _TEACHER, _CACHE = "distillation.export_kd_teacher_load", "distillation.logits_l
 _UNSUPPORTED = (
     conflict("training.loss", why=": the loss of a teacher reads logits"),
     conflict("training.cuda_graph_impl", "local", "full_iteration", why=": a teacher's pass is not captured"),
-    conflict("model.model_family", "bert", "t5", why=": teachers are GPTs"),
+    conflict("model.model_family", "bert", "t5", "vlm", why=": teachers are GPTs"),
     conflict(
         "parallel.pipeline_schedule",
         "zb-v",

@@ -54,6 +54,31 @@ NOT_IN_MEGATRON: Final = (
 """Settings that Megatron-LM has no argument for; without them another function would be computed there."""
 
 
+_OF_DECODERS = (
+    "model.multi_latent_attention",
+    "model.experimental_attention_variant",
+    "model.window_size",
+    "model.attn_logit_softcapping",
+)
+_OF_TEXT = (
+    "model.mtp_num_layers",
+    "data.reset_attention_mask",
+    "data.dataloader_inter_document_masking",
+    "data.sft",
+    "data.dataset",
+)
+_OF_PATTERNS = ("model.heterogeneous_layers_config_path", "model.window_attn_skip_freq", "model.no_rope_freq")
+_NOT_OF_FAMILIES = (
+    *((path, ("bert", "t5"), "") for path in _OF_DECODERS),
+    *((path, ("bert", "t5", "vlm"), "") for path in _OF_TEXT),
+    *((path, ("vlm",), "") for path in ("model.spec", "data.reset_position_ids")),
+    *((path, ("hybrid",), ": the pattern describes the layers") for path in _OF_PATTERNS),
+    ("model.use_parallel_residual", ("t5", "hybrid"), ""),
+    ("training.calculate_per_token_loss", ("bert",), ": its losses are means over micro-batches"),
+    ("parallel.tp_comm_overlap", ("t5",), ""),
+)
+
+
 def _excludes_latents(why: str, *of: str, when: Need | None = None) -> Conflict:
     return conflict("model.multi_latent_attention", of=of, when=when, why=f": {why}")
 
@@ -62,7 +87,22 @@ def _excludes_latents(why: str, *of: str, when: Need | None = None) -> Conflict:
 class ModelConfig(Section, on_resume=SHAPE):
     """Model: sizes, types of layers, initial weights."""
 
-    model_family: Literal["gpt", "bert", "t5", "hybrid", "vlm"] = "gpt"
+    model_family: Literal["gpt", "bert", "t5", "hybrid", "vlm"] = setting(
+        "gpt",
+        conflicts=(
+            *(
+                conflict(path, of=of, why=why, fix=f"remove --{path.partition('.')[2].replace('_', '-')}")
+                for path, of, why in _NOT_OF_FAMILIES
+            ),
+            conflict(
+                "model.softmax_type",
+                "off-by-one",
+                "learnable",
+                of=("bert", "t5"),
+                fix="remove --softmax-type",
+            ),
+        ),
+    )
     """Family of the model: a decoder (gpt), an encoder (bert), an encoder and a decoder (t5), a decoder of the layers of --hybrid-layer-pattern (hybrid), or a vision tower and a decoder (vlm). No flag in Megatron-LM, which has a script for each."""
     num_layers: int = setting(REQUIRED, at_least=1, at_most=1 << 16, example="GPT-2 small has 12")
     """Transformer layers of the model. T5 has as many in the encoder as in the decoder, a hybrid those of --hybrid-layer-pattern."""
@@ -389,7 +429,17 @@ class ModelConfig(Section, on_resume=SHAPE):
         ),
     )
     """Layers of multi-token prediction (MTP, DeepSeek-V3): layer k predicts the token k + 1 positions ahead, in training only. none: 0."""
-    mtp_use_repeated_layer: bool = setting(False, needs=on("model.mtp_num_layers"))
+    mtp_use_repeated_layer: bool = setting(
+        False,
+        needs=on("model.mtp_num_layers"),
+        conflicts=conflict(
+            "experts.moe_router_load_balancing_type",
+            "global_aux_loss",
+            when=on("model.mtp_num_layers"),
+            why=", which counts the tokens of a router once per micro-batch",
+            fix="use --moe-router-load-balancing-type aux_loss, or remove --mtp-use-repeated-layer",
+        ),
+    )
     """Use the weights of the first depth of multi-token prediction in all depths."""
     mtp_loss_scaling_factor: float = setting(
         0.1, at_least=0, on_resume=SAFE, needs=on("model.mtp_num_layers")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.needs import above, on, one_of
+from megatrain.config.schema.needs import above, conflict, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SHAPE
 from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.values import AUTO
@@ -11,6 +11,20 @@ from megatrain.config.schema.values import AUTO
 VLM: Final = one_of("model.model_family", "vlm")
 _OWN: Final = (VLM, one_of("vision.vision_model_type", "clip", "siglip", "internvit300M"))
 _FILES: Final = on("data.image_data_path")
+_PLAIN_TOWER: Final = tuple(
+    conflict(
+        path,
+        of=("like_language",),
+        when=VLM,
+        why=": the vision tower has plain attention and MLPs",
+        fix="use --vision-model-type clip with --vision-hidden-size 1024 and --vision-num-attention-heads 16",
+    )
+    for path in (
+        "model.multi_latent_attention",
+        "model.experimental_attention_variant",
+        "experts.num_experts",
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +50,7 @@ class VisionConfig(Section, on_resume=SHAPE):
     image_grid_pinpoints: tuple[str, ...] = setting((), needs=VLM, unit="pixels")
     """Tiles of LLaVA-NeXT: sizes such as 336x672 672x336 (height x width), in multiples of --img-h and --img-w. An image is scaled into the one that holds most of it; the whole image goes before its tiles, a trained vector after each row of patches. none: images are not cut so."""
     vision_model_type: Literal["like_language", "clip", "siglip", "internvit300M"] = setting(
-        "like_language", needs=VLM
+        "like_language", needs=VLM, conflicts=_PLAIN_TOWER
     )
     """Vision tower. like_language: all sizes and options of the language model, as in Megatron-LM's pretrain_vlm.py; clip: LayerNorm, biases, quick GELU, a class token, a norm before the layers; siglip: LayerNorm, biases, GELU by tanh, a bias of patches; internvit300M: LayerNorm, biases, GELU, a class token, a bias of patches."""
     vision_num_layers: int | None = setting(None, at_least=1, needs=VLM)

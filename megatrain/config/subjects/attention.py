@@ -24,7 +24,6 @@ from megatrain.config.subjects.model_spec import latent_sizes
 
 EAGER_BACKENDS: Final = ("unfused", "local", "math")
 """Values of --attention-backend that mean eager attention, which stores all scores."""
-_FLAG: Final = "--multi-latent-attention"
 
 
 @derives("model.kv_channels")

@@ -385,7 +385,7 @@ def _router(experts: ExpertsConfig, *, has_bias: bool) -> RouterSpec:
         num_groups=experts.moe_router_num_groups,
         group_top_k=best,
         group_score_top_k=best and (experts.moe_router_group_score_topk or experts.moe_router_topk // best),
-        scaling_factor=experts.moe_router_topk_scaling_factor,
+        scaling_factor=experts.moe_router_topk_scaling_factor or 1.0,
         dtype=experts.moe_router_dtype,
         losses=tuple((loss, factors[loss]) for loss in get_args(BalancingLoss) if factors.get(loss)),
         is_sinkhorn="sinkhorn" in kinds,

@@ -90,7 +90,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class JsonLines:
-    """The rows of a file of JSON Lines.
+    """The rows of a file of JSON Lines. Implements `Rows`.
 
     Attributes:
         offsets: of the lines that are not empty.
@@ -105,7 +105,6 @@ class JsonLines:
         return len(self.offsets)
 
     def __getitem__(self, number: int) -> Row:
-        """See `Rows`."""
         offset = int(self.offsets[number])
         with self.path.open("rb") as file:
             file.seek(offset)
@@ -121,13 +120,12 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class Shards:
-    """The samples of tar shards."""
+    """The samples of tar shards. Implements `Rows`."""
 
     index: ShardIndex
 
     @property
     def digest(self) -> str:
-        """See `Rows`."""
         return self.index.digest
 
     def __len__(self) -> int:
@@ -135,7 +133,6 @@ class Shards:
         return len(self.index)
 
     def __getitem__(self, number: int) -> Row:
-        """See `Rows`."""
         members = self.index.members(number)
         name = f"sample {members[0].key} ({members[0].shard})"
         of_kind = {one.kind.rpartition(".")[2].lower(): one for one in members}

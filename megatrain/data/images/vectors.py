@@ -80,7 +80,7 @@ def vector_tokens(rows: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True)
 class MockImages:
-    """Samples of text with a black image in front, as Megatron-LM's mock data has them.
+    """Samples of text with a black image in front, as Megatron-LM's mock data has them. Implements `SampleDataset`.
 
     Attributes:
         text: samples of a GPT.
@@ -117,5 +117,4 @@ class MockImages:
         return np.zeros(self.image_shape, np.float32)
 
     def spans(self, k: int) -> list[TokenSpan]:
-        """See `SampleDataset`."""
         return self.text.spans(k)

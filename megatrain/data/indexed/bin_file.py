@@ -27,7 +27,7 @@ class BinFile(Protocol):
 
 
 class LocalBinFile:
-    """A `.bin` file on a local file system."""
+    """A `.bin` file on a local file system. Implements `BinFile`."""
 
     def __init__(self, path: Path) -> None:
         """Open the file."""
@@ -37,7 +37,6 @@ class LocalBinFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """See `BinFile`."""
         result = np.empty(num_bytes, np.uint8)
         view = memoryview(result.data)
         done = 0

@@ -63,13 +63,12 @@ class SentenceSplitter:
 
 
 class SyntokSentences:
-    """The sentences of syntok, which has one set of rules for its languages."""
+    """The sentences of syntok, which has one set of rules for its languages. Implements `SpanTokenizer`."""
 
     def __init__(self) -> None:
         self._segmenter = optional_package("syntok.segmenter", needed_for="--split-sentences")
 
     def span_tokenize(self, text: str) -> Iterator[tuple[int, int]]:
-        """See `SpanTokenizer`."""
         for paragraph in self._segmenter.analyze(text):
             for tokens in paragraph:
                 yield tokens[0].offset, tokens[-1].offset + len(tokens[-1].value)

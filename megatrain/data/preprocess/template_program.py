@@ -75,7 +75,6 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """See `dict.fromkeys`."""
         return dict.fromkeys(*args)
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
-    from types import TracebackType
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -69,9 +68,7 @@ class Workers(Generic[Item, Result]):
         """Return the pool; leaving the `with` block ends its processes."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End all processes, including busy ones."""
         for connection in self._connections:
             connection.close()

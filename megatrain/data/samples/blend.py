@@ -196,7 +196,7 @@ def _deficits(
 
 
 class BlendedDataset:
-    """The samples of several datasets in the order of a blend index."""
+    """The samples of several datasets in the order of a blend index. Implements `MeasuredDataset`."""
 
     def __init__(
         self, datasets: Sequence[SampleDataset], index: BlendIndex, names: Sequence[str] = ()
@@ -233,12 +233,10 @@ class BlendedDataset:
         return dataset[sample]
 
     def spans(self, k: int) -> list[TokenSpan]:
-        """See `SampleDataset`."""
         dataset, sample = self._locate(k)
         return dataset.spans(sample)
 
     def lengths(self, numbers: Integers) -> Integers:
-        """See `MeasuredDataset`."""
         own = self.index.dataset_sample_index[numbers]
         return lengths_of_parts(self.datasets, self.index.dataset_index[numbers], own)
 

@@ -474,7 +474,6 @@ class _RecordingCache(IndexCache):
         return time.perf_counter()
 
     def get_or_build(self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """See `IndexCache`."""
 
         def recorded() -> Arrays:
             self.outcome = "built"

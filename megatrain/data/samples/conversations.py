@@ -155,7 +155,7 @@ def packed(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 
 class ConversationDataset:
-    """Samples of packed conversations. Stateless: sample k is the same whenever and wherever it is read."""
+    """Samples of packed conversations. Stateless: sample k is the same whenever and wherever it is read. Implements `MeasuredDataset`."""
 
     def __init__(
         self, source: SequenceSource, mask: IndexedDataset, index: ConversationIndex, options: SampleOptions
@@ -201,7 +201,6 @@ class ConversationDataset:
         ]
 
     def lengths(self, numbers: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """See `MeasuredDataset`."""
         firsts = self.index.starts[numbers]
         counts = self.index.starts[numbers + 1] - firsts
         sample = np.repeat(np.arange(len(numbers)), counts)

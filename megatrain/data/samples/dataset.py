@@ -105,7 +105,7 @@ def lengths_of_parts(parts: Sequence[SampleDataset], part: Integers, numbers: In
 
 
 class PlannedDataset:
-    """The samples of a first plan, followed by those of the plans appended when training was extended or by a later phase."""
+    """The samples of a first plan, followed by those of the plans appended when training was extended or by a later phase. Implements `MeasuredDataset`."""
 
     def __init__(self, plans: Sequence[SampleDataset], num_planned: Sequence[int]) -> None:
         """Concatenate plans: the first `num_planned` samples of each plan, but all samples of the last one.
@@ -132,12 +132,10 @@ class PlannedDataset:
         return plan[index]
 
     def spans(self, k: int) -> list[TokenSpan]:
-        """See `SampleDataset`."""
         plan, index = self._locate(k)
         return plan.spans(index)
 
     def lengths(self, numbers: Integers) -> Integers:
-        """See `MeasuredDataset`."""
         plan = np.searchsorted(self._starts, numbers, side="right") - 1
         return lengths_of_parts(self.plans, plan, numbers - np.array(self._starts)[plan])
 
@@ -150,7 +148,7 @@ class PlannedDataset:
 
 
 class ShiftedDataset:
-    """The samples of a phase of training, numbered from its first sample on; those of earlier phases cannot be read."""
+    """The samples of a phase of training, numbered from its first sample on; those of earlier phases cannot be read. Implements `MeasuredDataset`."""
 
     def __init__(self, samples: SampleDataset, start: int) -> None:
         """Give the first of `samples` the number `start`."""
@@ -165,11 +163,9 @@ class ShiftedDataset:
         return self._samples[self._index(k)]
 
     def spans(self, k: int) -> list[TokenSpan]:
-        """See `SampleDataset`."""
         return self._samples.spans(self._index(k))
 
     def lengths(self, numbers: Integers) -> Integers:
-        """See `MeasuredDataset`."""
         self._index(int(numbers.min(initial=self._start)))
         return lengths_of(self._samples, numbers - self._start)
 

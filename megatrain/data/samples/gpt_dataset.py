@@ -53,7 +53,7 @@ class SampleOptions:
     packs_documents: bool = False
     """Samples are whole sequences, see `document_dataset.py`."""
     mock_lengths: str | None = None
-    """Lengths of mock documents, see `mock_lengths.py`."""
+    """Lengths of mock documents, see `mock.mock_lengths`."""
     rewrite: Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.int64]] | None = None
     """Changes the s + 1 ids of a sample, given with its number, before tokens and labels are cut from them."""
 

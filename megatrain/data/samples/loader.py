@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from megatrain.parallel.family_batch import family_batch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
     from megatrain.data.samples.dataset import AnySample, SampleDataset, TokenSpan
     from megatrain.data.samples.sampler import Sampler
@@ -94,6 +93,16 @@ class _HostBatches:
         )
 
 
+def require_samples(first: int, stop: int, num_samples: int | None) -> None:
+    """Raise MegatrainError if a step needs other samples than those from 0 on, below `num_samples` (None: there is no end)."""
+    if num_samples is not None and stop > num_samples:
+        raise MegatrainError(
+            f"a step needs samples {first} to {stop - 1}, but the dataset has {num_samples}",
+            fix="build the data for at least as many samples as the run reads "
+            "(--train-iters, --train-samples, --eval-iters), or end the run earlier",
+        )
+
+
 class BatchLoader:
     """The micro-batches of one data-parallel rank, prefetched by background threads."""
 
@@ -138,16 +147,6 @@ class BatchLoader:
         )
         self._prefetched: tuple[_Step, _HostBatches, list[Future[None]]] | None = None
 
-    def __enter__(self) -> Self:
-        """Return the loader; leaving the `with` block stops its threads."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop the background threads."""
-        self.close()
-
     def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
         """Return the rank's micro-batches, on the device, of the step that starts after `consumed_samples`.
 
@@ -155,7 +154,7 @@ class BatchLoader:
             MegatrainError: the step needs samples after the last one.
         """
         step = _Step(consumed_samples, num_microbatches)
-        self._require_samples(step)
+        require_samples(step.consumed_samples, self._end(step), self._sampler.end)
         # The calling thread copies, so that its stream orders the copy before the use. It copies before it submits the
         # next prefetch, whose threads would slow the copy down.
         batches = self._read(step).batches(self._device)
@@ -212,15 +211,6 @@ class BatchLoader:
 
     def _has_samples(self, step: _Step) -> bool:
         return self._sampler.end is None or self._end(step) <= self._sampler.end
-
-    def _require_samples(self, step: _Step) -> None:
-        if not self._has_samples(step):
-            raise MegatrainError(
-                f"a step needs samples {step.consumed_samples} to {self._end(step) - 1}, "
-                f"but the dataset has {self._sampler.end}",
-                fix="build the data for at least as many samples as the run reads "
-                "(--train-iters, --train-samples, --eval-iters), or end the run earlier",
-            )
 
     def _fill(self, host: _HostBatches, step: _Step, number: int) -> None:
         """Read micro-batch `number` into its rows."""

@@ -1,16 +1,25 @@
 """Synthetic sequences for runs without data: sequence of length n is 1, 2, .. n - 1, then the end-of-document id.
 
 Lengths and ids equal Megatron-LM's mock data, so that runs of both programs see the same samples.
+Other lengths are those of --varlen-mock-dataset-config-json:
+
+    {"type": "lognormal", "min_seq_len": 64, "max_seq_len": 131072, "mean_seq_len": 8192, "lognormal_sigma": 1.5}
+    {"type": "uniform", "min_seq_len": 64, "max_seq_len": 4096}
+
+`mean_seq_len` is the mean of the distribution before lengths are cut to the bounds.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.samples.mock_lengths import mock_lengths
+from megatrain.config.errors import InputError
 
 if TYPE_CHECKING:
     from megatrain.data.indexed.reader import Elements
@@ -52,3 +61,55 @@ class MockSequences:
         elements = self._elements[: self.lengths[sequence]].copy()
         elements[-1] = self._eod
         return elements[offset : None if length is None else offset + length]
+
+
+_FLAG: Final = "--varlen-mock-dataset-config-json"
+_EXAMPLE: Final = '{"type": "lognormal", "min_seq_len": 64, "max_seq_len": 131072, "mean_seq_len": 8192, "lognormal_sigma": 1.5}'
+_KEYS: Final = {
+    "lognormal": {"min_seq_len", "max_seq_len", "mean_seq_len", "lognormal_sigma"},
+    "uniform": {"min_seq_len", "max_seq_len"},
+}
+_IGNORED: Final = {"mode", "format"}
+"""Megatron-LM's keys with one value here: a distribution, of packed documents."""
+
+
+def mock_lengths(text: str, count: int, seed: int = 0) -> npt.NDArray[np.int32]:
+    """Return the lengths of documents, at least 2 tokens each.
+
+    Raises:
+        InputError: the text is no file and no JSON of a known distribution.
+    """
+    values = _parsed(text)
+    random, low, high = np.random.default_rng(seed), int(values["min_seq_len"]), int(values["max_seq_len"])
+    if values["type"] == "uniform":
+        return random.integers(low, high + 1, count, dtype=np.int32)
+    sigma = float(values["lognormal_sigma"])
+    location = math.log(values["mean_seq_len"]) - sigma**2 / 2
+    return np.clip(random.lognormal(location, sigma, count), low, high).astype(np.int32)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{_FLAG} {text}: {error}", fix=f"give JSON or a file of it, such as {_EXAMPLE}"
+        ) from error
+    kind = values.get("type") if isinstance(values, dict) else None
+    wanted = _KEYS.get(kind) if isinstance(kind, str) else None
+    if wanted is None:
+        raise InputError(f"{_FLAG}: the type is {kind!r}, not {' or '.join(_KEYS)}", fix=f"use {_EXAMPLE}")
+    given = values.keys() - {"type"} - _IGNORED
+    if given != wanted or not all(type(values[key]) in (int, float) for key in wanted):
+        raise InputError(
+            f"{_FLAG}: {kind} needs the numbers {', '.join(sorted(wanted))}", fix=f"use {_EXAMPLE}"
+        )
+    if (
+        not 2 <= values["min_seq_len"] <= values["max_seq_len"] < 2**31
+        or min(values[key] for key in wanted) <= 0
+    ):
+        raise InputError(
+            f"{_FLAG}: lengths from {values['min_seq_len']} to {values['max_seq_len']}",
+            fix="use 2 or more tokens, and a larger max_seq_len than min_seq_len",
+        )
+    return dict(values)

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatrain.config.errors import MegatrainError
 from megatrain.data.samples.dataset import Sample, lengths_of
-from megatrain.data.samples.loader import set_device
+from megatrain.data.samples.loader import require_samples, set_device
 from megatrain.parallel.documents import Documents
 from megatrain.parallel.packs.context import PackBatch, StepWork
 from megatrain.parallel.packs.schedule import Integers, Pack, PackCosts, PackDomain, Scheduler
@@ -95,12 +94,7 @@ class PackLoader:
         Raises:
             MegatrainError: there are not so many samples.
         """
-        if first + count > self._num_samples:
-            raise MegatrainError(
-                f"a step needs samples {first} to {first + count - 1}, but the dataset has {self._num_samples}",
-                fix="build the data for at least as many samples as the run reads "
-                "(--train-iters, --train-samples, --eval-iters), or end the run earlier",
-            )
+        require_samples(first, first + count, self._num_samples)
         lengths = lengths_of(self._samples, np.arange(first, first + count)).astype(np.int64, copy=False)
         settings = self._settings
         return lengths, settings.scheduler(lengths, settings.costs, settings.domain)

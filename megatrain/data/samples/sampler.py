@@ -55,13 +55,12 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class SingleSampler:
-    """Samples in order, each once. A remainder that does not fill a micro-batch on all ranks is dropped."""
+    """Samples in order, each once. A remainder that does not fill a micro-batch on all ranks is dropped. Implements `Sampler`."""
 
     shard: DataShard
     total_samples: int
 
     def indices(self, consumed_samples: int, microbatch: int) -> range:
-        """See `Sampler`."""
         global_start = consumed_samples + microbatch * self.shard.global_micro_batch_size
         if global_start + self.shard.global_micro_batch_size > self.total_samples:
             return range(0)
@@ -70,12 +69,11 @@ class SingleSampler:
 
     @property
     def end(self) -> int:
-        """See `Sampler`."""
         return self.total_samples
 
 
 class CyclicSampler:
-    """Samples in a new order in each epoch, without end. The epoch number alone seeds the order, as in Megatron-LM."""
+    """Samples in a new order in each epoch, without end. The epoch number alone seeds the order, as in Megatron-LM. Implements `Sampler`."""
 
     def __init__(self, shard: DataShard, total_samples: int, *, data_sharding: bool = True) -> None:
         """Sample from `total_samples`.
@@ -117,7 +115,6 @@ class CyclicSampler:
         return self.total_samples // self.shard.micro_batch_size * self.shard.micro_batch_size
 
     def indices(self, consumed_samples: int, microbatch: int) -> list[int]:
-        """See `Sampler`."""
         shard = self.shard
         epoch, done = divmod(
             consumed_samples + microbatch * shard.global_micro_batch_size, self.epoch_samples
@@ -144,7 +141,7 @@ class CyclicSampler:
 
 @dataclass(frozen=True)
 class FullSampler:
-    """Each sample once, for full validation. One micro-batch may be smaller, and those of later ranks empty.
+    """Each sample once, for full validation. One micro-batch may be smaller, and those of later ranks empty. Implements `Sampler`.
 
     So the samples of a micro-batch do not depend on the number of ranks. With micro-batches of one sample this is
     Megatron-LM's order, which records one sample at a time.
@@ -160,11 +157,9 @@ class FullSampler:
 
     @property
     def end(self) -> int:
-        """See `Sampler`."""
         return self.num_microbatches * self.shard.global_micro_batch_size
 
     def indices(self, consumed_samples: int, microbatch: int) -> range:
-        """See `Sampler`."""
         size = self.shard.micro_batch_size
         start = consumed_samples + microbatch * self.shard.global_micro_batch_size + self.shard.dp_rank * size
         return range(start, max(start, min(start + size, self.total_samples)))

@@ -150,7 +150,6 @@ class PeftCheckpoint(TensorReader):
 
     @property
     def manifest(self) -> Manifest:
-        """See `TensorReader`."""
         known = self.base.manifest
         added = {
             name: StoredTensor(tuple(x.shape), {WEIGHT: StoredKind("F32", ())})
@@ -162,7 +161,6 @@ class PeftCheckpoint(TensorReader):
         )
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
-        """See `TensorReader`."""
         if name in self._tensors:
             out.copy_(self._tensors[name][tuple(slice(*edge) for edge in box)])
         else:

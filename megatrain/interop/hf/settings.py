@@ -248,7 +248,7 @@ def _layer(layer: LayerSpec) -> LayerSpec:
 
 
 def _router(router: RouterSpec) -> RouterSpec:
-    factor = router.scaling_factor or 1.0
+    factor = router.scaling_factor
     return replace(
         router,
         dtype=None,

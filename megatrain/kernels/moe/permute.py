@@ -35,10 +35,6 @@ class Permutation(NamedTuple):
     """Number of the assignments, int32 []; if there are fewer rows, the last ones have none."""
 
     @property
-    def num_tokens(self) -> int:
-        return self.rows.shape[0]
-
-    @property
     def tokens(self) -> Tensor:
         """Token of each row, int64 [r]; -1 for an empty row."""
         return torch.div(self.assignments, self.rows.shape[1], rounding_mode="floor")

@@ -15,7 +15,6 @@ defaults are Megatron-LM's.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,11 +22,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from megatrain.config.model_spec.experts import ScoreFunction, TopKRule
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import routing as fused
 from megatrain.kernels.fused.launching import is_fused
 
-ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 DropPolicy = Literal["probs", "position"]
 
 _LEAST_SUM = 1e-20
@@ -52,28 +51,6 @@ class Routing(NamedTuple):
     def kept_experts(self) -> Tensor:
         """Each token's experts, -1 for dropped assignments, int64 [t, k]."""
         return self.experts if self.kept is None else self.experts.masked_fill(~self.kept, -1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TopKRule:
-    """Rule for the selection of experts by their logits."""
-
-    top_k: int
-    score_function: ScoreFunction = "softmax"
-    is_pre_softmax: bool = False
-    """True: softmax over all experts. False: softmax over the selected ones."""
-    num_groups: int | None = None
-    """Number of groups of consecutive experts; a token uses `group_top_k` of them. None: a single group."""
-    group_top_k: int | None = None
-    group_score_top_k: int | None = None
-    """Number of a group's largest values whose sum is its score; None: top_k / group_top_k."""
-    scaling_factor: float = 1.0
-    """Factor on the probabilities."""
-
-    @property
-    def selects_top_logits(self) -> bool:
-        """True if the selected experts are those with the largest logits."""
-        return self.score_function == "softmax" and not self.is_pre_softmax and self.num_groups is None
 
 
 def select_experts(logits: Tensor, rule: TopKRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.config.model_spec.experts import ScoreFunction
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import routing as fused
 from megatrain.kernels.fused.launching import is_fused
-from megatrain.kernels.moe.routing import ScoreFunction, router_probs
+from megatrain.kernels.moe.routing import router_probs
 
 
 class ScoreSums(NamedTuple):

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from megatrain.model.experts.router import Router
-from megatrain.model.implementations.module_builder import GroupedMlp, ResidualNorm
+from megatrain.model.implementations.module_protocols import GroupedMlp, ResidualNorm
 from megatrain.model.layer import BranchOutput, Sequential
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.expert_parallel import TokenDispatcher

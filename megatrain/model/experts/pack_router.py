@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatrain.kernels.moe.routing import TopKRule, router_probs, select_experts, tokens_per_expert
+from megatrain.config.model_spec.experts import TopKRule
+from megatrain.kernels.moe.routing import router_probs, select_experts, tokens_per_expert
 from megatrain.kernels.moe.routing_losses import (
     add_loss,
     load_balancing_loss,
@@ -53,7 +54,6 @@ class PackRouter(Router):
         samples: int,
         info: PassInfo,
     ) -> Tensor:
-        """See `Router`."""
         count, batch = self._num_own(len(logits)), self._batch
         first = self.split.tp.first_row(len(logits))
         logits, experts = logits[:count], experts[:count]
@@ -64,7 +64,7 @@ class PackRouter(Router):
         num_tokens, parts = max(batch.num_tokens, 1), list[Tensor]()
         losses = dict(self.spec.losses) | {"z_loss": self.spec.z_loss_coeff or 0.0}
         best = experts
-        if not self.rule.selects_top_logits:
+        if not self.spec.selects_top_logits:
             best, _ = select_experts(logits.detach(), TopKRule(top_k=self.spec.top_k))
         for name, coeff in losses.items():
             if not coeff:

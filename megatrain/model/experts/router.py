@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.config.model_spec.experts import RouterSpec
+from megatrain.config.model_spec.experts import RouterSpec, TopKRule
 from megatrain.kernels.moe import router_linear
 from megatrain.kernels.moe.routing import (
     Routing,
-    TopKRule,
     kept_assignments,
     load_quantiles,
     select_by_biased_logits,
@@ -90,11 +89,6 @@ class Router(ShardedModule):
     ) -> None:
         super().__init__()
         self.spec, self.layer, self.split, self.dp, self.bias = spec, layer, split, dp, None
-        self.rule = TopKRule(
-            top_k=spec.top_k, score_function=spec.score_function, is_pre_softmax=spec.is_pre_softmax,
-            num_groups=spec.num_groups, group_top_k=spec.group_top_k, group_score_top_k=spec.group_score_top_k,
-            scaling_factor=spec.scaling_factor or 1.0,
-        )  # fmt: skip
         self.dtype = dtype if spec.dtype is None else torch.promote_types(dtype, _DTYPES[spec.dtype])
         self.keys = {use: stream_key(seed, f"{name}.{use}") for use in ("jitter", "forced")}
         self.has_bias_updates = spec.has_bias_updates
@@ -141,9 +135,9 @@ class Router(ShardedModule):
     def _select(self, logits: Tensor, rows: int, samples: int, info: PassInfo) -> tuple[Tensor, Tensor]:
         assert (self.spec.has_expert_bias or self.spec.quantile_ema is not None) == (self.bias is not None)
         if self.spec.quantile_ema is not None and self.bias is not None:
-            return select_by_biased_logits(logits, self.rule, self.bias)
+            return select_by_biased_logits(logits, self.spec, self.bias)
         if not self.spec.is_sinkhorn:
-            return select_experts(logits, self.rule, self.bias)
+            return select_experts(logits, self.spec, self.bias)
         if not info.is_training:
             return select_by_sinkhorn(logits, logits, self.spec.top_k)
         order = self.split.flat_positions(rows, samples, logits.device)
@@ -236,7 +230,7 @@ class Router(ShardedModule):
 
     def _top_k_loads(self, logits: Tensor, selected: Tensor) -> Tensor:
         """Return the loads that losses use, [b, E]: those of the top k scores, without bias and groups."""
-        if self.rule.selects_top_logits and not self.spec.is_sinkhorn:
+        if self.spec.selects_top_logits and not self.spec.is_sinkhorn:
             return selected
         best, _ = select_experts(logits.detach(), TopKRule(top_k=self.spec.top_k))
         return tokens_per_expert(best.unflatten(0, (-1, len(selected))), self.spec.num_experts)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.model.functions import weight_of
-from megatrain.model.implementations.module_builder import ModuleBuilder
+from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layouts import LinearLayout, norm_weights, replicated_layout, stream_layout
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
@@ -33,7 +33,7 @@ _CLASSES = 2
 class HeadTransform(nn.Module):
     """norm(GELU(dense x)) with the exact GELU, on this rank's rows: [s/tp, b, h] -> [s/tp, b, h]."""
 
-    def __init__(self, spec: ModelSpec, builder: ModuleBuilder, tp: TensorParallel) -> None:
+    def __init__(self, spec: ModelSpec, builder: LocalBuilder, tp: TensorParallel) -> None:
         super().__init__()
         h = spec.hidden_size
         weight = replicated_layout([("lm_head.dense.weight", h)], h, Init(std=spec.init_std), tp)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megatrain.model.implementations.module_builder import Pointwise
+from megatrain.model.implementations.module_protocols import Pointwise
 from megatrain.model.layer import Sequential, TransformerLayer
 from megatrain.parallel.batch import Batch, PassInfo
 

@@ -33,7 +33,7 @@ from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.moe.routing_losses import add_loss
 from megatrain.model import functions
 from megatrain.model.families.masked_attention import MaskedAttention
-from megatrain.model.implementations.module_builder import Pointwise
+from megatrain.model.implementations.module_protocols import Pointwise
 from megatrain.model.latent_attention import Heads, Latents, UpProjection, latent_norm
 from megatrain.model.layer import branch_output
 from megatrain.model.layer_context import LayerContext

@@ -105,7 +105,6 @@ class CastToWeightDtype(nn.Module):
         return total, total.to(self.dtype)
 
     def recompute(self, total: Tensor) -> Tensor:
-        """See `LocalNorm.recompute`."""
         return total.to(self.dtype)
 
 

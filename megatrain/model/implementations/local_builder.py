@@ -25,7 +25,7 @@ from megatrain.model.implementations.local import (
     LocalNorm,
     LocalRowLinear,
 )
-from megatrain.model.implementations.module_builder import (
+from megatrain.model.implementations.module_protocols import (
     AttentionToSamples,
     ColumnLinear,
     CoreAttention,
@@ -48,7 +48,7 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class LocalBuilder:
-    """Builder of the modules of one rank."""
+    """Builder of the modules of one rank, for other implementations to override."""
 
     tp: TensorParallel
     cp: ContextParallel
@@ -70,14 +70,17 @@ class LocalBuilder:
         return dataclasses.replace(self, norms=spec)
 
     def norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
+        """Build a norm over the last dimension, which is whole on this rank."""
         return LocalNorm(weights, spec, self.dtype)
 
     def split_norm(self, weights: LinearLayout, spec: NormSpec) -> Pointwise:
+        """Build an RMSNorm over the last two dimensions of [s, b, n/tp, d]."""
         return LocalSplitRmsNorm(weights, spec, self.dtype, self.tp)
 
     def column_linear(
         self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
+        """Build it. `recompute_norm`: the output of the norm is not saved; the backward pass recomputes it."""
         return self.column(
             self.residual_norm(norm),
             linear,
@@ -90,12 +93,14 @@ class LocalBuilder:
     def replicated_linear(
         self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
+        """Build a linear layer whose weight all tensor ranks hold whole; its rows stay local: -> [s/tp, b, o]."""
         builder = dataclasses.replace(self, tp=alone(self.tp))
         return builder.column_linear(norm, linear, recompute_norm=recompute_norm)
 
     def whole_rows_linear(
         self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
+        """Build a column-parallel linear layer whose input has all rows on every tensor rank: [s, b, h] -> [s, b, o/tp]."""
         builder = dataclasses.replace(
             self, tp=dataclasses.replace(self.tp, sequence_parallel=False, peers=None)
         )
@@ -131,6 +136,7 @@ class LocalBuilder:
         return None if self.fp8_recipe is None else self.fp8_recipe(linear.weight.pieces[0].name)
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
+        """Build it. `name`: name of the attention layer, the key of its dropout."""
         is_plain = spec.softcap is None and spec.sink == "none" and not spec.dropout
         if is_plain and self.attention not in ("triton", "math") and self.cp.size == 1:
             return LocalAttention(spec, self.attention)
@@ -139,6 +145,7 @@ class LocalBuilder:
         return LocalContextAttention(spec, sink, key, self.tp, context, self.attention, self.dtype)
 
     def attention_to_samples(self, spec: AttentionSpec, name: str) -> AttentionToSamples | None:
+        """Build core attention to keys of whole samples; None: context ranks exchange keys and values, or there is one."""
         context = self.context
         if context is None or not context.gathers or spec.sink != "none":
             return None

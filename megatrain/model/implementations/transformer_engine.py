@@ -29,7 +29,7 @@ from megatrain.config.model_spec.norm import NormSpec
 from megatrain.kernels.qkv import fused_view
 from megatrain.model.implementations.fake_quantized import apply_activation
 from megatrain.model.implementations.local_builder import LocalBuilder, activation_of
-from megatrain.model.implementations.module_builder import ColumnLinear, CoreAttention, Pointwise, RowLinear
+from megatrain.model.implementations.module_protocols import ColumnLinear, CoreAttention, Pointwise, RowLinear
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo

@@ -12,11 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatrain.kernels.attention.interface import AttentionKernel
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_gather
 from megatrain.parallel.context.block_masks import BlockMasks, key_range
 from megatrain.parallel.context_parallel import ContextParallel, to_sequence_order
@@ -99,3 +100,18 @@ def _blocks(q: Tensor, masks: BlockMasks, cp: ContextParallel) -> list[tuple[sli
         (rows, chunk, key_range(chunk, masks.window))
         for rows, chunk in zip(halves, cp.chunks(q.shape[0]), strict=True)
     ]
+
+
+class WholeKeys(nn.Module):
+    """Core attention of a context rank's rows to all-gathered keys and values; the backward pass sums their gradients.
+
+    q [s/cp, b, n, d], k and v [s/cp, b, g, d] -> [s/cp, b, n * d]. `core` takes k and v of [s, b, g, d].
+    """
+
+    def __init__(self, core: nn.Module, cp: ContextParallel) -> None:
+        super().__init__()
+        self.core, self.cp = core, cp
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
+        out: Tensor = self.core(q, *(gather_samples(x, self.cp) for x in (k, v)), info)
+        return out

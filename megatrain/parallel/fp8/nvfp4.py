@@ -45,7 +45,6 @@ class Nvfp4Scaling:
     layout: ParamLayout
 
     def scale(self, x: Tensor) -> None:  # noqa: ARG002 (see `Scaling`)
-        """See `Scaling`."""
         return
 
     def cast(
@@ -57,7 +56,6 @@ class Nvfp4Scaling:
         rows: bool = True,
         columns: bool = True,
     ) -> Cast:
-        """See `Scaling`."""
         if self.kind == "weight":
             cast = cast_square_blocks(x, self._tensor_scale(x))
             return Cast(cast.rows if rows else None, cast.columns if columns else None)

@@ -60,7 +60,7 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class CurrentScaling:
-    """Scale from the largest value of the tensor itself.
+    """Scale from the largest value of the tensor itself. Implements `Scaling`.
 
     Args:
         group: ranks that hold the tensor, each a part of it or all.
@@ -70,7 +70,6 @@ class CurrentScaling:
     group: RankGroup
 
     def scale(self, x: Tensor) -> Tensor:
-        """See `Scaling`."""
         if self.group.size == 1:
             return current_scale(x, self.dtype)
         return scale_of_one(all_reduce(amax(x), self.group, "max"), self.dtype)
@@ -84,14 +83,13 @@ class CurrentScaling:
         rows: bool = True,
         columns: bool = True,
     ) -> Cast:
-        """See `Scaling`."""
         assert scale is not None
         return _with_scale(quantize(x, scale, self.dtype, rows=rows, columns=columns), scale)
 
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """Scale from the history of the tensor; evaluation adds nothing to it."""
+    """Scale from the history of the tensor; evaluation adds nothing to it. Implements `Scaling`."""
 
     current: CurrentScaling
     """Scaling of a tensor without history."""
@@ -107,14 +105,12 @@ class DelayedScaling:
         seen.copy_(torch.maximum(seen, amax))
 
     def scale(self, x: Tensor) -> Tensor:
-        """See `Scaling`."""
         known = self.history.scale(self.number)
         return self.current.scale(x) if known is None else known
 
     def cast(
         self, x: Tensor, scale: Tensor | None, info: PassInfo, *, rows: bool = True, columns: bool = True
     ) -> Cast:
-        """See `Scaling`."""
         assert scale is not None
         is_noted = info.is_training and self.notes_casts
         seen = self.history.seen(self.number) if is_noted else None
@@ -129,7 +125,7 @@ def _with_scale(codes: Codes, scale: Tensor) -> Cast:
 
 @dataclass(frozen=True)
 class BlockScaling:
-    """Scales from the largest values of blocks.
+    """Scales from the largest values of blocks. Implements `Scaling`.
 
     Args:
         block: elements per block.
@@ -141,7 +137,6 @@ class BlockScaling:
     is_square: bool
 
     def scale(self, x: Tensor) -> None:  # noqa: ARG002 (see `Scaling`)
-        """See `Scaling`."""
         return
 
     def cast(
@@ -153,7 +148,6 @@ class BlockScaling:
         rows: bool = True,
         columns: bool = True,
     ) -> Cast:
-        """See `Scaling`."""
         cast = cast_square_blocks if self.is_square else cast_blocks
         return cast(x, self.dtype, self.block, rows=rows, columns=columns)
 

@@ -103,7 +103,6 @@ class Fp8WeightGather(WeightAllGather):
         """Largest values by bucket, until its shard is written again."""
 
     def all_gather(self, number: int) -> None:
-        """See `WeightAllGather`."""
         self._known_amaxes.pop(number, None)
         super().all_gather(number)
 
@@ -169,7 +168,6 @@ class _Decoding(Transfer):
         self.transfer, self.decode = transfer, decode
 
     def wait(self) -> None:
-        """See `Transfer`."""
         self.transfer.wait()
         self.decode()
 

@@ -43,7 +43,6 @@ class PackBatch(Batch):
     """That of the whole step."""
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackBatch:
-        """See `Batch`."""
         found = super().mapped(function)
         assert isinstance(found, PackBatch)
         return replace(found, token_ids=function(self.token_ids), denominator=found.loss_denominator)

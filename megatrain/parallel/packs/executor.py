@@ -31,7 +31,6 @@ class PackExecutor(Executor):
         self._rows: list[int] = []
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
-        """See `Executor`."""
         self._rows = [self.tp.sequence_rows(batch.tokens.shape[1]) for batch in batches]
         super().run(actions, batches, infos)
 

@@ -33,7 +33,7 @@ _ALONE = 2
 """Uses of a storage that one tensor holds: the tensor, and the object that is asked."""
 
 
-class ActivationOffload:
+class ActivationOffload(SegmentHooks):
     """Hooks of an executor, which call others, and the segments whose activations are offloaded.
 
     Args:
@@ -42,7 +42,8 @@ class ActivationOffload:
     """
 
     def __init__(self, hooks: SegmentHooks, device: torch.device, min_numel: int) -> None:
-        self.hooks, self.buffers = hooks, HostBuffers(device)
+        super().__init__(hooks)
+        self.buffers = HostBuffers(device)
         self._min_numel, self._device = max(min_numel, 1), device
         has_streams = device.type == "cuda"
         self._to_host = torch.cuda.Stream(device) if has_streams else None
@@ -89,14 +90,14 @@ class ActivationOffload:
         return saved_tensors_hooks(pack, self._unpack)
 
     def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
-        self.hooks.on_schedule(passes)
+        super().on_schedule(passes)
         self._passes, self._num_begun = passes, 0
         self._open = self._newest = None
         for groups in self._waiting.values():
             groups.clear()
 
     def before(self, segment_pass: SegmentPass) -> None:
-        self.hooks.before(segment_pass)
+        super().before(segment_pass)
         self._num_begun += 1
         if segment_pass.kind is ActionKind.BACKWARD and segment_pass.segment in self._waiting:
             group = self._waiting[segment_pass.segment].popleft()
@@ -109,13 +110,10 @@ class ActivationOffload:
             self._load(self._waiting[number][0])
 
     def after(self, segment_pass: SegmentPass) -> None:
-        self.hooks.after(segment_pass)
+        super().after(segment_pass)
         group, self._open = self._open, None
         if segment_pass.kind is ActionKind.FORWARD and group is not None:
             self._copy_to_host(group)
-
-    def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        self.hooks.on_gradients(segment, is_last=is_last)
 
     def _copy_to_host(self, group: _Group) -> None:
         """Begin to copy a group, and free the memory of the group before it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -34,41 +34,28 @@ class StepKind(Enum):
     REPLAY = "replay"
 
 
-class Clock(Protocol):
-    """Measures times on the device; tests without a GPU have a stand-in."""
-
-    def mark(self) -> None:
-        """Mark the present moment of the device's work."""
-
-    def seconds(self, number: int) -> float:
-        """Return the seconds between a mark, counted from 0, and the next one."""
-
-    def used_memory(self) -> tuple[float, float]:
-        """Return the parts of the device's memory that tensors had at the peak, and have between steps."""
-
-
 class GpuClock:
-    """Implements `Clock`."""
+    """Measures times on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """See `Clock`."""
+        """Mark the present moment of the device's work."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._events.append(event)
 
     def seconds(self, number: int) -> float:
-        """See `Clock`."""
+        """Return the seconds between a mark, counted from 0, and the next one."""
         begin, end = self._events[number : number + 2]
         end.synchronize()
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1000
 
     def used_memory(self) -> tuple[float, float]:
-        """See `Clock`."""
+        """Return the parts of the device's memory that tensors had at the peak, and have between steps."""
         total = torch.cuda.get_device_properties(self._device).total_memory
         peak, kept = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
         return peak / total, kept / total
@@ -84,7 +71,7 @@ class Trial:
     """
 
     def __init__(
-        self, clock: Clock, world: RankGroup, device: torch.device, report: Callable[[str], None]
+        self, clock: GpuClock, world: RankGroup, device: torch.device, report: Callable[[str], None]
     ) -> None:
         self._clock, self._world, self._device, self._report = clock, world, device, report
         self._steps: list[tuple[StepKind, int]] = []

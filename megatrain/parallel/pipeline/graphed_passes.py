@@ -27,50 +27,13 @@ from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.pipeline.actions import Action, ActionKind
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.graph_trial import StepKind, Trial
-from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, Slots
 
 Work = Callable[[], None]
 
 
-class NoHooks:
-    """Hooks of an executor that does nothing around passes. Implements `SegmentHooks`."""
-
-    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
-        """See `SegmentHooks`."""
-
-    def before(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`."""
-
-    def after(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`."""
-
-    def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        """See `SegmentHooks`."""
-
-
-class RecordedWork(Protocol):
-    """Work that can be repeated, as `torch.cuda.CUDAGraph`."""
-
-    def replay(self) -> None:
-        """Launch the recorded kernels again."""
-
-    def reset(self) -> None:
-        """Forget them: communicators whose kernels are recorded cannot be destroyed."""
-
-
-class Recorder(Protocol):
-    """Records work; tests without a GPU have a stand-in."""
-
-    def warm_up(self, work: Work) -> None:
-        """Run work that is not recorded."""
-
-    def record(self, works: Sequence[Work]) -> Sequence[RecordedWork]:
-        """Record the kernels that each of `works` launches. They share memory: replays have the order of the records."""
-
-
 class Capture:
-    """Records kernels on a stream of its own, on which the warm-up runs too. Implements `Recorder`.
+    """Records kernels on a stream of its own, on which the warm-up runs too.
 
     Autograd and libraries keep the stream that they last ran on, and a capture must not wait for work of another stream
     (pytorch issue 189977).
@@ -80,13 +43,18 @@ class Capture:
         self._stream = torch.cuda.Stream(device)
 
     def warm_up(self, work: Work) -> None:
+        """Run work that is not recorded."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             work()
         current.wait_stream(self._stream)
 
-    def record(self, works: Sequence[Work]) -> Sequence[RecordedWork]:
+    def record(self, works: Sequence[Work]) -> Sequence[torch.cuda.CUDAGraph]:
+        """Record the kernels that each of `works` launches. They share memory: replays have the order of the records.
+
+        Communicators whose kernels are recorded cannot be destroyed before the records are `reset`.
+        """
         torch.cuda.synchronize(self._stream.device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -129,7 +97,7 @@ class GraphedPasses:
         make_graphs: Callable[[], Graphs],
         data_parallel: DataParallel,
         num_warmup_steps: int,
-        recorder: Recorder,
+        recorder: Capture,
         trial: Trial | None = None,
     ) -> None:
         self._executor, self._make_graphs, self._data_parallel = executor, make_graphs, data_parallel
@@ -184,22 +152,21 @@ class MicrobatchGraphs:
     """Graphs of all passes of a micro-batch, of a rank without pipeline stages. Implements `Graphs`.
 
     Args:
-        executor: runs the passes that are recorded, with `NoHooks`.
+        executor: runs the passes that are recorded, without hooks.
         casts_weights: the first micro-batch of a step casts weights that the others read.
         peers: memory of the sends of overlapped products; None: there are none.
     """
 
     def __init__(
-        self, executor: Executor, recorder: Recorder, *, casts_weights: bool, peers: PeerMemory | None
+        self, executor: Executor, recorder: Capture, *, casts_weights: bool, peers: PeerMemory | None
     ) -> None:
         self._executor, self._recorder, self._peers = executor, recorder, peers
         self._casts_weights = casts_weights
         self._microbatches: list[FixedMicrobatch] = []
-        self._recorded: Sequence[RecordedWork] = ()
+        self._recorded: Sequence[torch.cuda.CUDAGraph] = ()
         self._kept: Slots | None = None
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:  # noqa: ARG002
-        """See `Graphs`."""
         if not self._recorded:
             self._record(batches[0])
         for batch, info in zip(batches, infos, strict=True):
@@ -225,7 +192,6 @@ class MicrobatchGraphs:
         return work
 
     def reset(self) -> None:
-        """See `Graphs`."""
         for recorded in self._recorded:
             recorded.reset()
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.pipeline.actions import Action, ActionKind
 from megatrain.parallel.pipeline.executor import Executor, _Run
-from megatrain.parallel.pipeline.graphed_passes import FixedMicrobatch, RecordedWork, Recorder, align
+from megatrain.parallel.pipeline.graphed_passes import Capture, FixedMicrobatch, align
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, Slots
 
 
@@ -36,7 +37,7 @@ class StageGraphs:
     def __init__(
         self,
         executor: RecordedExecutor,
-        recorder: Recorder,
+        recorder: Capture,
         peers: PeerMemory | None,
         schedule: Callable[[int], Sequence[Action]] | None = None,
     ) -> None:
@@ -46,7 +47,6 @@ class StageGraphs:
         self._slots: Slots | None = None
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
-        """See `Graphs`."""
         align(self._peers)
         actions = actions if self._schedule is None else self._schedule(len(batches))
         if actions != self._actions:
@@ -66,7 +66,6 @@ class StageGraphs:
             mine.give_sums(info)
 
     def reset(self) -> None:
-        """See `Graphs`."""
         self._executor.forget()
 
 
@@ -80,17 +79,17 @@ class _Ends:
 
 
 class RecordedExecutor(Executor):
-    """An executor that runs passes by replays. Its hooks are `NoHooks`."""
+    """An executor that runs passes by replays. It has no hooks."""
 
     _is_recording = False
-    _recorded: dict[Action, RecordedWork]
+    _recorded: dict[Action, torch.cuda.CUDAGraph]
     _ends: dict[tuple[ActionKind, int], _Ends]
 
     def record(
         self,
         actions: Sequence[Action],
         microbatches: Sequence[FixedMicrobatch],
-        recorder: Recorder,
+        recorder: Capture,
         peers: PeerMemory | None,
     ) -> None:
         """Record the passes of a schedule. `run` then needs the same actions, batches and infos."""

@@ -28,17 +28,28 @@ class SegmentPass:
     """False for a forward pass, unless it computes weight gradients, as that of a head does if they are not deferred."""
 
 
-class SegmentHooks(Protocol):
-    """Callbacks around the passes of segments, for communication of weights and gradients."""
+class SegmentHooks:
+    """Callbacks around the passes of segments, for communication of weights and gradients. These call others, or do nothing."""
+
+    def __init__(self, hooks: SegmentHooks | None = None) -> None:
+        self.hooks = hooks
 
     def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
         """A run of these passes begins, in this order."""
+        if self.hooks is not None:
+            self.hooks.on_schedule(passes)
 
     def before(self, segment_pass: SegmentPass) -> None:
         """The next pass begins."""
+        if self.hooks is not None:
+            self.hooks.before(segment_pass)
 
     def after(self, segment_pass: SegmentPass) -> None:
         """The pass has ended."""
+        if self.hooks is not None:
+            self.hooks.after(segment_pass)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
         """All gradients of a micro-batch have been added to a segment's; `is_last`: of the step's last micro-batch."""
+        if self.hooks is not None:
+            self.hooks.on_gradients(segment, is_last=is_last)

@@ -86,7 +86,6 @@ class MeanReader(TensorReader):
 
     @property
     def manifest(self) -> Manifest:
-        """See `TensorReader`."""
         return self._manifest
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:

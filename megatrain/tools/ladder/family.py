@@ -35,13 +35,6 @@ _MLPS: Final = (
     "experts.moe_ffn_hidden_size",
     "experts.moe_shared_expert_intermediate_size",
 )
-_SCALED: Final = (
-    "model.hidden_size",
-    "model.num_layers",
-    "model.num_attention_heads",
-    "model.num_query_groups",
-    *_MLPS,
-)
 _PHASES: Final = (
     "training.rampup_batch_size", "training.step_batch_size_schedule", "data.seq_length_schedule", "data.data_schedule",
     "data.phase_transition_iterations", "model.heterogeneous_layers_config_path", "model.hybrid_layer_pattern",

@@ -15,11 +15,9 @@ from megatrain.config import ConfigError
 from megatrain.tools.parity.covering_array import pairs_of
 from megatrain.tools.parity.low_precision import is_supported_in, of_any_micro_batch, of_equal_tokens, rows_in
 from megatrain.tools.parity.measure import LOW_PRECISIONS, Job, Precision, plan_of
-from megatrain.tools.parity.rows import (
-    MAX_RANKS,
+from megatrain.tools.parity.rows import MAX_RANKS, WORDS, Layout
+from megatrain.tools.parity.tables import (
     QUICK_ROWS,
-    WORDS,
-    Layout,
     all_pairs,
     is_row,
     packed_rows,

@@ -45,8 +45,6 @@ class Option:
     """A choice that every run makes, with its features as values."""
 
     name: str
-    settings: tuple[str, ...]
-    """Paths of the settings that decide it."""
     features: tuple[Feature, ...]
     is_layout: bool = False
     """True: decides how the work is split, not the result; the one-process reference of parity omits it."""
@@ -56,12 +54,12 @@ class Option:
         return {word: flags for feature in self.features for word, flags in feature.words().items()}
 
 
-def _option(name: str, settings: str, *features: Feature) -> Option:
-    return Option(name, tuple(settings.split()), features)
+def _option(name: str, *features: Feature) -> Option:
+    return Option(name, features)
 
 
-def _layout(name: str, settings: str, *features: Feature) -> Option:
-    return Option(name, tuple(settings.split()), features, is_layout=True)
+def _layout(name: str, *features: Feature) -> Option:
+    return Option(name, features, is_layout=True)
 
 
 def _sizes(flag: str, word: str, *numbers: int) -> dict[str, str]:
@@ -77,13 +75,11 @@ _REPLICAS: Final = ("dp", "cp")
 OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "tensor parallelism",
-        "parallel.tensor_model_parallel_size",
         Feature("tp1"),
         Feature("tp", _sizes("--tensor-model-parallel-size", "tp", 2, 3, 4, 8)),
     ),
     _option(
         "key-value replication",
-        "model.num_query_groups",
         Feature("nocopies"),
         Feature(
             "copies", _sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4), needs=("tp",)
@@ -91,25 +87,21 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "sequence parallelism",
-        "parallel.sequence_parallel",
         Feature("nosp"),
         Feature("sp", "--sequence-parallel", needs=("tp",)),
     ),
     _layout(
         "tensor communication",
-        "parallel.tp_comm_overlap",
         Feature("tpwaits", "--no-tp-comm-overlap"),
         Feature("tpoverlap", "--tp-comm-overlap", needs=("sp",)),
     ),
     _layout(
         "context parallelism",
-        "parallel.context_parallel_size",
         Feature("cp1"),
         Feature("cp", _sizes("--context-parallel-size", "cp", 2, 4)),
     ),
     _layout(
         "context communication",
-        "parallel.cp_comm_type parallel.hierarchical_context_parallel_sizes",
         Feature("ring", "--cp-comm-type p2p"),
         Feature("allgather", "--cp-comm-type all_gather", needs=("cp",)),
         Feature("heads", "--cp-comm-type a2a", needs=("cp",)),
@@ -123,19 +115,16 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "data parallelism",
-        "derived.data_parallel_size",
         Feature("dp1"),
         Feature("dp", _sizes("", "dp", 2, 3, 4, 8)),
     ),
     _layout(
         "pipeline parallelism",
-        "parallel.pipeline_model_parallel_size",
         Feature("pp1"),
         Feature("pp", _sizes("--pipeline-model-parallel-size", "pp", 2, 4)),
     ),
     _layout(
         "pipeline schedule",
-        "parallel.pipeline_schedule parallel.num_virtual_stages_per_pipeline_rank",
         Feature(ONE_CHUNK),
         *(
             Feature(
@@ -150,13 +139,11 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "pipeline communication",
-        "parallel.overlap_p2p_communication",
         Feature("postsreceives"),
         Feature("noposts", "--no-overlap-p2p-communication", needs=("pp",)),
     ),
     _layout(
         "pipeline split",
-        "parallel.pipeline_model_parallel_layout",
         Feature("equalstages"),
         Feature("balanced", "--pipeline-model-parallel-layout auto", needs=("pp",)),
         Feature(
@@ -171,13 +158,11 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "rank order",
-        "parallel.use_tp_pp_dp_mapping",
         Feature("dpfirst"),
         Feature("ppfirst", "--use-tp-pp-dp-mapping", needs=("pp",)),
     ),
     _layout(
         "sharding over replicas",
-        "parallel.data_parallel_sharding_strategy parallel.use_distributed_optimizer parallel.use_megatron_fsdp",
         Feature("zero0", "--no-use-distributed-optimizer", excludes=("instances",)),
         Feature("zero1", "--use-distributed-optimizer", needs=_REPLICAS),
         Feature("zero2", "--data-parallel-sharding-strategy optim_grads", needs=_REPLICAS),
@@ -185,7 +170,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "optimizer instances",
-        "parallel.num_distributed_optimizer_instances",
         Feature("oneinstance"),
         Feature(
             "instances", _sizes("--num-distributed-optimizer-instances", "instances", 2), needs=_REPLICAS
@@ -193,7 +177,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "overlap",
-        "parallel.overlap_grad_reduce parallel.overlap_param_gather",
         Feature("nooverlap", "--no-overlap-grad-reduce --no-overlap-param-gather"),
         Feature("overlap", "--overlap-grad-reduce --overlap-param-gather", needs=_REPLICAS),
         Feature("overlapgrads", "--overlap-grad-reduce --no-overlap-param-gather", needs=_REPLICAS),
@@ -201,9 +184,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "recomputation",
-        "training.recompute_granularity training.recompute_activations training.moe_layer_recompute"
-        " training.recompute_method training.recompute_num_layers training.recompute_modules"
-        " training.recompute_norms training.mlp_chunks_for_training",
         Feature("norecompute"),
         Feature("chunkedmlp", "--mlp-chunks-for-training 3", excludes=("tpoverlap",)),
         Feature(
@@ -229,8 +209,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "activations",
-        "training.cpu_offloading_num_layers training.fine_grained_activation_offloading training.offload_modules"
-        " training.min_offloaded_tensor_size",
         Feature("keepactivations"),
         Feature("offloadlayers", f"--cpu-offloading-num-layers 3 {_ANY_SIZE}"),
         Feature(
@@ -241,7 +219,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _option(
         "experts",
-        "experts.num_experts",
         Feature("dense"),
         Feature(
             "experts",
@@ -272,20 +249,16 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "expert parallelism",
-        "parallel.expert_model_parallel_size",
         Feature("ep1"),
         Feature("ep", _sizes("--expert-model-parallel-size", "ep", 2, 4), needs=("experts",)),
     ),
     _layout(
         "expert tensor parallelism",
-        "parallel.expert_tensor_parallel_size",
         Feature("etp1", "--expert-tensor-parallel-size 1"),
         Feature("etp", _sizes("--expert-tensor-parallel-size", "etp", 2), needs=("experts",)),
     ),
     _layout(
         "dispatcher",
-        "experts.moe_token_dispatcher_type experts.moe_alltoall_as_allgather"
-        " experts.moe_alltoall_ranks_per_host experts.moe_expert_rank_capacity_factor",
         Feature("alltokens"),
         Feature("scarce", "--moe-expert-rank-capacity-factor 0.5", needs=("ep",)),
         Feature(
@@ -299,13 +272,11 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "expert communication",
-        "experts.overlap_moe_expert_parallel_comm",
         Feature("moewaits"),
         Feature("moeoverlap", "--overlap-moe-expert-parallel-comm", needs=("ep", "etp")),
     ),
     _option(
         "balancing",
-        "experts.moe_router_load_balancing_type experts.moe_aux_loss_coeff",
         Feature("unbalanced"),
         Feature(
             "auxloss",
@@ -344,7 +315,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _option(
         "capacity",
-        "experts.moe_expert_capacity_factor",
         Feature("dropless"),
         Feature(
             "capacity",
@@ -360,32 +330,27 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _option(
         "embeddings",
-        "model.untie_embeddings_and_output_weights",
         Feature("untied", "--untie-embeddings-and-output-weights"),
         Feature("tied"),
     ),
     _option(
         "documents",
-        "data.reset_attention_mask data.reset_position_ids",
         Feature("whole"),
         Feature("documents", "--reset-attention-mask --reset-position-ids"),
     ),
     _option(
         "attention dropout",
-        "model.attention_dropout",
         Feature("noattentiondropout", "--attention-dropout 0"),
         Feature("attentiondropout", "--attention-dropout 0.1"),
     ),
     _option(
         "loss",
-        "training.calculate_per_token_loss",
         Feature("means"),
         Feature("tokens", "--calculate-per-token-loss"),
     ),
-    _option("z-loss", "model.z_loss_coeff", Feature("nozloss"), Feature("zloss", "--z-loss-coeff 0.01")),
+    _option("z-loss", Feature("nozloss"), Feature("zloss", "--z-loss-coeff 0.01")),
     _option(
         "multi-token prediction",
-        "model.mtp_num_layers model.mtp_use_repeated_layer",
         Feature("onetoken"),
         Feature(
             "mtp",
@@ -402,7 +367,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _option(
         "distillation",
-        "distillation.export_kd_teacher_load",
         Feature("noteacher"),
         Feature(
             "teacher",
@@ -423,10 +387,9 @@ OPTIONS: Final[tuple[Option, ...]] = (
             needs=("pp1",),
         ),
     ),
-    _option("loss scale", "precision.loss_scale", Feature("noscale"), Feature("scale", "--loss-scale 30000")),
+    _option("loss scale", Feature("noscale"), Feature("scale", "--loss-scale 30000")),
     _option(
         "optimizer",
-        "optimizer.optimizer",
         Feature("adam", "--optimizer adam"),
         Feature("sgd", "--optimizer sgd"),
         Feature("lion", "--optimizer lion"),
@@ -447,25 +410,21 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _layout(
         "optimizer state",
-        "optimizer.optimizer_cpu_offload",
         Feature("ondevice"),
         Feature("offload", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
     ),
     _option(
         "learning rate",
-        "optimizer.decoupled_lr",
         Feature("onerate"),
         Feature("tworates", "--decoupled-lr 3e-3"),
     ),
     _option(
         "clipping",
-        "optimizer.clip_grad",
         Feature("clip", "--clip-grad 0.5"),
         Feature("noclip", "--clip-grad 0"),
     ),
     _option(
         "attention logits",
-        "optimizer.qk_clip",
         Feature("unclipped"),
         Feature("qkclip", "--qk-clip --qk-clip-threshold 1e-3 --qk-clip-alpha 0.3"),
     ),
@@ -476,7 +435,6 @@ _DYNAMIC_PACKS: Final = (
 )
 PACKS: Final = _layout(
     "packs",
-    "data.pack_documents parallel.dynamic_context_parallel parallel.sequence_packing_scheduler",
     Feature("unpacked"),
     Feature(
         "packs",
@@ -493,7 +451,6 @@ PACKS: Final = _layout(
 
 ADAPTERS: Final = _option(
     "adapters",
-    "adapters.lora_rank adapters.lora_dropout adapters.lora_target_modules",
     Feature("noadapters"),
     Feature(
         "lora",
@@ -520,7 +477,6 @@ matchers:
 NUMBER_FORMATS: Final[tuple[Option, ...]] = (
     _option(
         "FP8",
-        "precision.fp8_format precision.fp8_recipe precision.fp4_format precision.te_precision_config_file",
         Feature("nofp8"),
         Feature(
             "fp8",
@@ -542,13 +498,11 @@ NUMBER_FORMATS: Final[tuple[Option, ...]] = (
     ),
     _option(
         "gradient reduction dtype",
-        "precision.grad_reduce_in_bf16",
         Feature("sumsfp32"),
         Feature("sumsbf16", "--grad-reduce-in-bf16", needs=_REPLICAS),
     ),
     _option(
         "moments",
-        "optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype",
         Feature("momentsfp32"),
         Feature(
             "momentsbf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", needs=("adam", "lion", "muon")
@@ -556,13 +510,11 @@ NUMBER_FORMATS: Final[tuple[Option, ...]] = (
     ),
     _option(
         "average of weights",
-        "optimizer.ema_decay training.eval_with_ema",
         Feature("unaveraged"),
         Feature("ema", "--ema-decay 0.5 --eval-with-ema"),
     ),
     _option(
         "Muon matmul precision",
-        "optimizer.muon_fp32_matmul_prec",
         Feature("muonbf16"),
         Feature(
             "muonfp32",
@@ -572,7 +524,6 @@ NUMBER_FORMATS: Final[tuple[Option, ...]] = (
     ),
     _option(
         "router dtype",
-        "experts.moe_router_dtype",
         Feature("routersdefault"),
         Feature(
             "routershigh",

@@ -31,8 +31,8 @@ from typing import Final
 from megatrain.model.implementations.transformer_engine import library
 from megatrain.tools.parity.compare import Distance, judge, judge_first_step, without_gradient
 from megatrain.tools.parity.measure import Implementation, Job, Measured, Precision, RunOfRank, measure
-from megatrain.tools.parity.models import WITHOUT_TOKEN_MEANS
-from megatrain.tools.parity.rows import MAX_RANKS, MICRO_BATCH, WITHOUT_FORMATS, Layout, is_row
+from megatrain.tools.parity.rows import MAX_RANKS, MICRO_BATCH, WITHOUT_FORMATS, Layout
+from megatrain.tools.parity.tables import is_row
 from megatrain.tools.worker_pool import WorkerPool
 
 TIMES: Final = 4.0
@@ -253,8 +253,7 @@ def of_any_micro_batch(layout: Layout) -> Layout:
 
 def of_equal_tokens(layout: Layout) -> Layout:
     """Return the layout whose loss weights tokens equally; BERT's is a mean over micro-batches, of samples with as many labels each."""
-    is_mean = not set(layout.words_of("model")).isdisjoint(WITHOUT_TOKEN_MEANS)
-    return layout.but("means labelled" if is_mean else "tokens")
+    return layout.but("means labelled" if layout.family == "bert" else "tokens")
 
 
 def fewest_ranks(layout: Layout) -> Layout:

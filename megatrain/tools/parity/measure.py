@@ -13,27 +13,32 @@ import numpy.typing as npt
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.facts import TeacherFacts
 from megatrain.config.model_spec.vision import CHANNELS, NEWLINE
 from megatrain.config.subjects.fp8 import gathers_codes
+from megatrain.data.samples.dataset import Sample, TokenSpan
+from megatrain.data.samples.pack_loader import PackLoader
 from megatrain.model import head
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
 from megatrain.parallel.documents import Documents
 from megatrain.parallel.family_batch import family_batch
+from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Box
+from megatrain.parallel.packs.schedule import PackCosts
 from megatrain.tools.parity.features import FP8_MODULES
 from megatrain.tools.parity.models import IMAGE_SIZE, IMAGES
-from megatrain.tools.parity.packs import CutSamples, packed_batches
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
-from megatrain.tools.parity.teachers import draw_teacher, teacher_of
 from megatrain.tools.worker_pool import kept_group
 from megatrain.training.build import build_schedules
+from megatrain.training.distillation.teacher import RunTeacher
 from megatrain.training.engine import Engine
 from megatrain.training.launch.facts import library_versions
 from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.launch.user_files import add_user_files
 from megatrain.training.losses import Losses
+from megatrain.training.planning.packs import pack_settings
 from megatrain.training.step_report import StepReport
 
 NUM_STEPS = 2
@@ -424,3 +429,81 @@ def weights_of(engine: Engine) -> list[Part]:
 
 def _numbers(values: torch.Tensor) -> npt.NDArray[np.float64]:
     return values.detach().to("cpu", torch.float64, copy=True).numpy()
+
+
+_TEACHER_FLAGS = (
+    "--num-layers 6 --hidden-size 24 --num-attention-heads 24 --kv-channels 4 --ffn-hidden-size 48"
+    " --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear --init-method-std 0.3"
+    " --hidden-dropout 0.1 --attention-dropout 0.1 --final-logit-softcapping 5"
+    " --tokenizer-type NullTokenizer --mock-data --micro-batch-size 1 --train-iters 1 --lr 1 --device cpu"
+)
+_TEACHER_EXPERTS = " --num-experts 8 --moe-ffn-hidden-size 24 --moe-router-topk 2 --moe-layer-freq 2"
+_TEACHER_SEED = 4321
+
+
+def teacher_of(layout: Layout, *, vocab_size: int, seq_length: int) -> TeacherFacts:
+    """Return the teacher of a row, a model of another depth and width: it has experts and copies of keys and values if the student does."""
+    flags = _TEACHER_FLAGS + (_TEACHER_EXPERTS if "--num-experts" in layout.flags() else "")
+    groups = 1 if layout.has("puzzle") else layout.size("key-value replication")
+    flags += f" --group-query-attention --num-query-groups {groups or 24}"
+    flags += f" --vocab-size {vocab_size} --seq-length {seq_length}"
+    config = resolve(
+        parse(flags.split()), Facts(vocab_size=vocab_size, eod_id=vocab_size - 1)
+    ).config.to_dict()
+    return TeacherFacts(
+        path="a drawn teacher",
+        iteration=0,
+        config={name: config[name] for name in ("model", "experts")},
+        num_rows=vocab_size,
+        is_ours=True,
+        tokenizer_fingerprint=None,
+        checksum=0,
+    )
+
+
+def draw_teacher(engine: Engine) -> None:
+    """Draw the weights of an engine's teacher, if it has one: the same under every layout."""
+    distillation = engine.model.distillation
+    if distillation is not None:
+        assert isinstance(distillation.teacher, RunTeacher)
+        distillation.teacher.draw(InitialWeights(_TEACHER_SEED))
+
+
+_PACK_COSTS: Final = PackCosts(pair=0.01, sent=0.3)
+"""With these, groups of all sizes work in one step; with those of a tiny model, packs of one rank would do."""
+
+
+@dataclass(frozen=True)
+class CutSamples:
+    """A dataset of cut samples: each sample, up to its last token that counts, is a document. Implements `SampleDataset`."""
+
+    samples: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> CutSamples:
+        """Cut micro-batches of one sample each."""
+        return cls(tuple(map(_cut, batches)))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, k: int) -> Sample:
+        return self.samples[k]
+
+    def spans(self, k: int) -> list[TokenSpan]:
+        return [TokenSpan("parity", k, k, 0, len(self.samples[k].tokens))]
+
+
+def _cut(batch: Batch) -> Sample:
+    length = int(batch.loss_mask[0].nonzero()[-1]) + 1
+    arrays = (x[0, :length].numpy() for x in (batch.tokens, batch.labels, batch.loss_mask))
+    tokens, labels, mask = arrays
+    return Sample(tokens, labels, mask, np.arange(length), np.zeros(1, np.int64))
+
+
+def packed_batches(engine: Engine, documents: CutSamples, first: int, count: int) -> list[Batch]:
+    """Return this rank's packs of `count` documents."""
+    settings = replace(pack_settings(engine.plan), costs=_PACK_COSTS)
+    rank = engine.grid.replicas.rank
+    loader = PackLoader(documents, len(documents), settings, rank=rank, device=engine.device, num_workers=0)
+    return loader.microbatches(first, count // settings.documents_per_pass)

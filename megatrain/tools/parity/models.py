@@ -135,34 +135,14 @@ OF_FAMILIES = {
     "vlm": "vlm", "tiles": "vlm", "llava": "vlm", "projector": "vlm",
 }  # fmt: skip
 """Models of other families than GPT, with the family."""
-WITHOUT_MTP = ("gpt2", "mup", "mlav2", "dsafull", *OF_FAMILIES)
-"""Models with learned positions, which multi-token prediction does not support, and those of other families."""
-WITHOUT_TEACHERS = tuple(OF_FAMILIES)
-"""Models that distillation does not train."""
-WITHOUT_EXPERTS = ("puzzle", "own", "vlm", "projector")
-"""Models that define each layer themselves, whose tower is like their layers, or whose layers are frozen: they have no experts."""
 OF_FOUR_LAYERS = ("deepseek", "latentexperts")
 """Experts in a list of four layers, which a model with another number of layers in one of its stacks (T5) cannot have."""
-FROZEN = ("llava", "projector")
-"""Models with frozen parts: neither Muon nor states in host memory."""
 IMAGES = {"vlm": (2, 6), "tiles": (3, 6), "llava": (1, 7), "projector": (1, 6)}
 """Images of a sample, and the tokens of an image."""
 IMAGE_SIZE = (8, 12)
 
-WITHOUT_GROUPS = ("mla", "mlav2", "dsa", "dsafull", "t5", "t5relative")
-"""Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
-WITHOUT_QK_CLIP = ("olmo2", "qwen", "gpt-oss", "nemotron", "mup", "dsa", "dsafull", *OF_FAMILIES)
-"""Models that normalize each head of queries and keys, whose scale has no effect, and those with other than causal attention."""
 WITHOUT_LION = ("gpt2", "neox", *OF_FAMILIES)
 """Models with biases of keys without RoPE, whose gradient is 0 up to rounding: its sign, and so Lion's step, is chance."""
-WITHOUT_CONTEXT_RANKS = ("t5", "t5relative", "dsa", "dsafull")
-"""Models of two stacks, or with sparse attention, whose samples are split over no context ranks."""
-WITHOUT_DOCUMENTS = ("dsa", "dsafull", *OF_FAMILIES)
-"""Models whose padding or selected keys stop at no document's end, or whose images need whole samples."""
-WITHOUT_TOKEN_MEANS = ("bert", "mlm")
-"""Models whose loss is a mean over micro-batches."""
-WITHOUT_TENSOR_OVERLAP = ("t5", "t5relative")
-"""Models whose products have different numbers of rows."""
 
 
 def flags_of_hybrid(flags: str, *, has_experts: bool, num_depths: int) -> str:

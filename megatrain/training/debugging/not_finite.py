@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import ParamEntry, ParamRegistry
 from megatrain.parallel.pipeline.executor import Executor
-from megatrain.parallel.pipeline.segments import Segment, SegmentPass
+from megatrain.parallel.pipeline.segments import Segment, SegmentHooks
 from megatrain.training.distillation.teacher import after_teacher
 from megatrain.training.engine import Engine
 from megatrain.training.liveness.failure import format_ranks
@@ -124,10 +124,11 @@ def _search(engine: Engine, batches: Sequence[Batch], first_sample: int) -> list
     return found
 
 
-class _SecondRun:
-    """The repetition of a step, with checks of all outputs of segments. It serves as the executor's `SegmentHooks`."""
+class _SecondRun(SegmentHooks):
+    """The repetition of a step, with checks of all outputs of segments, and its hooks."""
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.data_parallel)
         self.engine = engine
         self.inputs = _CollectiveInputs()
         self.found: list[Finding] = []
@@ -187,18 +188,6 @@ class _SecondRun:
         more = f" and {len(bad) - _MAX_NAMES} more" if len(bad) > _MAX_NAMES else ""
         text = f"{finding.text}; affected gradients: {', '.join(bad[:_MAX_NAMES])}{more}"
         return dataclasses.replace(finding, text=text)
-
-    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
-        """See `SegmentHooks`."""
-        self.engine.data_parallel.on_schedule(passes)
-
-    def before(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`."""
-        self.engine.data_parallel.before(segment_pass)
-
-    def after(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`."""
-        self.engine.data_parallel.after(segment_pass)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
         """See `SegmentHooks`. Check gradients without reducing them, and free those that are not kept in full."""

@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
 
 class Wandb:
-    """W&B. It keeps the first of two points with the same iteration. `folder`: place of its files."""
+    """W&B. It keeps the first of two points with the same iteration. `folder`: place of its files. Implements `Tracker`."""
 
     name: ClassVar[str] = "W&B"
     id_file: ClassVar[str] = "wandb_run_id.txt"
@@ -56,7 +56,6 @@ class Wandb:
         self._run: Any = None
 
     def start(self, run_id: str | None) -> str:
-        """See `Tracker`."""
         import wandb  # noqa: PLC0415 (optional package)
 
         config = self._config
@@ -74,16 +73,14 @@ class Wandb:
         return str(self._run.id)
 
     def log(self, scalars: Mapping[str, float], iteration: int) -> None:
-        """See `Tracker`."""
         self._run.log(scalars, step=iteration)
 
     def finish(self) -> None:
-        """See `Tracker`."""
         self._run.finish()
 
 
 class Mlflow:
-    """MLflow. Its names have no other characters than letters, digits and `_-. /`."""
+    """MLflow. Its names have no other characters than letters, digits and `_-. /`. Implements `Tracker`."""
 
     name: ClassVar[str] = "MLflow"
     id_file: ClassVar[str] = "mlflow_run_id.txt"
@@ -116,7 +113,6 @@ class Mlflow:
         return self._run_id
 
     def log(self, scalars: Mapping[str, float], iteration: int) -> None:
-        """See `Tracker`."""
         from mlflow.entities import Metric  # noqa: PLC0415 (optional package)
 
         now = round(1000 * time.time())
@@ -126,12 +122,11 @@ class Mlflow:
         self._client.log_batch(self._run_id, metrics=points)
 
     def finish(self) -> None:
-        """See `Tracker`."""
         self._client.set_terminated(self._run_id)
 
 
 class Comet:
-    """Comet. It gets curves and settings only: it would record source code, output and the command line too."""
+    """Comet. It gets curves and settings only: it would record source code, output and the command line too. Implements `Tracker`."""
 
     name: ClassVar[str] = "Comet"
     id_file: ClassVar[str] = "comet_experiment_key.txt"
@@ -141,7 +136,6 @@ class Comet:
         self._experiment: Any = None
 
     def start(self, run_id: str | None) -> str:
-        """See `Tracker`."""
         import comet_ml  # noqa: PLC0415 (optional package)
 
         recorded = dict.fromkeys(
@@ -164,11 +158,9 @@ class Comet:
         return str(self._experiment.get_key())
 
     def log(self, scalars: Mapping[str, float], iteration: int) -> None:
-        """See `Tracker`."""
         self._experiment.log_metrics(dict(scalars), step=iteration)
 
     def finish(self) -> None:
-        """See `Tracker`."""
         self._experiment.end()
 
 

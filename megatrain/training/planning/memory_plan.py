@@ -281,11 +281,11 @@ class _Activity:
     segment: int
 
 
-class _ActivityHooks:
+class _ActivityHooks(SegmentHooks):
     """Hooks of an executor that also record which pass runs. Passes that run in turn have a thread each."""
 
     def __init__(self, hooks: SegmentHooks) -> None:
-        self.hooks = hooks
+        super().__init__(hooks)
         self._own = threading.local()
         self._num_left = 0
 
@@ -296,19 +296,16 @@ class _ActivityHooks:
 
     def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
         self._num_left = len(passes)
-        self.hooks.on_schedule(passes)
+        super().on_schedule(passes)
 
     def before(self, segment_pass: SegmentPass) -> None:
         self._own.activity = _Activity(segment_pass.kind, segment_pass.segment)
-        self.hooks.before(segment_pass)
+        super().before(segment_pass)
 
     def after(self, segment_pass: SegmentPass) -> None:
-        self.hooks.after(segment_pass)
+        super().after(segment_pass)
         self._num_left -= 1
         self._own.activity = object() if self._num_left else None
-
-    def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        self.hooks.on_gradients(segment, is_last=is_last)
 
 
 def _num_microbatches(plan: Plan, engine: Engine, in_flight: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -25,7 +25,7 @@ PASSES_AHEAD: Final = 4
 _SECONDS_BETWEEN_LOOKS: Final = 1e-4
 
 
-class LaunchBound:
+class LaunchBound(SegmentHooks):
     """Hooks of an executor, which call others, and wait after a pass while more than `PASSES_AHEAD` have not ended.
 
     Args:
@@ -36,17 +36,9 @@ class LaunchBound:
     def __init__(
         self, hooks: SegmentHooks, mark: Callable[[], Callable[[], bool]], is_leaving: threading.Event
     ) -> None:
-        self.hooks = hooks
+        super().__init__(hooks)
         self._mark, self._is_leaving = mark, is_leaving
         self._ahead: deque[Callable[[], bool]] = deque()
-
-    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
-        """See `SegmentHooks`."""
-        self.hooks.on_schedule(passes)
-
-    def before(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`."""
-        self.hooks.before(segment_pass)
 
     def after(self, segment_pass: SegmentPass) -> None:
         """See `SegmentHooks`.
@@ -54,7 +46,7 @@ class LaunchBound:
         Raises:
             DistBackendError: this rank leaves its generation.
         """
-        self.hooks.after(segment_pass)
+        super().after(segment_pass)
         self._ahead.append(self._mark())
         if len(self._ahead) <= PASSES_AHEAD:
             return
@@ -62,10 +54,6 @@ class LaunchBound:
         while not has_ended():
             if self._is_leaving.wait(_SECONDS_BETWEEN_LOOKS):
                 raise dist.DistBackendError("a pass waits for a rank that is lost")
-
-    def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        """See `SegmentHooks`."""
-        self.hooks.on_gradients(segment, is_last=is_last)
 
 
 def mark_on_gpu() -> Callable[[], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def numbers(batches):
 
 
 def test_a_batch_has_its_types_and_shapes():
-    with make(Numbered(8)) as loader:
+    with closing(make(Numbered(8))) as loader:
         (batch,) = loader.microbatches(2, 1)
     assert batch.tokens.tolist() == [[2, 2], [3, 3]]
     assert batch.labels.tolist() == [[2, 3], [3, 4]]
@@ -64,7 +65,7 @@ def test_a_batch_has_its_types_and_shapes():
 
 def test_ranks_split_a_step():
     for rank in range(2):
-        with make(Numbered(40), dp_rank=rank, dp_size=2) as loader:
+        with closing(make(Numbered(40), dp_rank=rank, dp_size=2)) as loader:
             base = 2 * rank
             assert numbers(loader.microbatches(0, 2)) == [[base, base + 1], [base + 4, base + 5]]
             assert numbers(loader.microbatches(8, 1)) == [[base + 8, base + 9]]
@@ -73,16 +74,16 @@ def test_ranks_split_a_step():
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_order_of_calls_and_number_of_workers_do_not_matter(num_workers):
     steps = [(0, 2), (4, 2), (8, 2), (20, 1), (4, 2), (6, 3), (12, 1), (14, 1), (0, 1)]
-    with make(Numbered(40), num_workers=num_workers) as loader:
+    with closing(make(Numbered(40), num_workers=num_workers)) as loader:
         found = [numbers(loader.microbatches(*step)) for step in steps]
     for step, batches in zip(steps, found, strict=True):
-        with make(Numbered(40)) as fresh:
+        with closing(make(Numbered(40))) as fresh:
             assert numbers(fresh.microbatches(*step)) == batches
 
 
 def test_the_next_step_is_prefetched_once():
     samples = Numbered(40)
-    with make(samples) as loader:
+    with closing(make(samples)) as loader:
         loader.microbatches(0, 1)
         samples.wait_for(3)
         loader.microbatches(2, 1)
@@ -92,7 +93,7 @@ def test_the_next_step_is_prefetched_once():
 
 def test_prefetching_stops_at_the_end():
     samples = Numbered(5)
-    with make(samples) as loader:
+    with closing(make(samples)) as loader:
         loader.microbatches(0, 1)
         loader.microbatches(2, 1)
         with pytest.raises(MegatrainError, match=r"samples 4 to 5.*has 5\n  fix: .*--train-iters"):
@@ -102,7 +103,7 @@ def test_prefetching_stops_at_the_end():
 
 def test_an_error_of_a_thread_is_raised_by_its_step():
     samples = Numbered(40, bad=[3])
-    with make(samples) as loader:
+    with closing(make(samples)) as loader:
         loader.microbatches(0, 1)
         samples.wait_for(3)
         with pytest.raises(InputError, match="sample 3 is bad"):
@@ -112,7 +113,7 @@ def test_an_error_of_a_thread_is_raised_by_its_step():
 
 def test_an_error_in_an_unused_prefetch_is_ignored():
     samples = Numbered(40, bad=[3])
-    with make(samples) as loader:
+    with closing(make(samples)) as loader:
         loader.microbatches(0, 1)
         samples.wait_for(3)
         assert numbers(loader.microbatches(10, 1)) == [[10, 11]]
@@ -150,7 +151,7 @@ def test_batches_on_the_device_equal_those_on_the_host():
 
 
 def test_cu_seqlens_of_a_batch_concatenate_its_samples():
-    with make(Numbered(8), has_documents=True) as loader:
+    with closing(make(Numbered(8), has_documents=True)) as loader:
         (batch,) = loader.microbatches(0, 1)
     assert batch.documents.cu_seqlens.tolist() == [0, 2, 3, 4]
     assert batch.documents.cu_seqlens.dtype == torch.int32
@@ -175,7 +176,7 @@ def test_a_mask_matches_its_definition():
 def test_full_validation_pads_the_last_batch_without_loss():
     shard = DataShard(micro_batch_size=2, dp_rank=1, dp_size=2)
     sampler = FullSampler(shard, 7)
-    with BatchLoader(Numbered(7), sampler, seq_length=2) as loader:
+    with closing(BatchLoader(Numbered(7), sampler, seq_length=2)) as loader:
         batches = loader.microbatches(0, sampler.num_microbatches)
     assert numbers(batches) == [[2, 3], [6, 0]]
     assert batches[1].loss_mask.tolist() == [[1, 1], [0, 0]]
@@ -183,6 +184,6 @@ def test_full_validation_pads_the_last_batch_without_loss():
 
 def test_a_cyclic_sampler_never_ends():
     sampler = CyclicSampler(DataShard(micro_batch_size=2, dp_rank=0, dp_size=1), 5)
-    with BatchLoader(Numbered(5), sampler, seq_length=2) as loader:
+    with closing(BatchLoader(Numbered(5), sampler, seq_length=2)) as loader:
         read = [k for step in range(6) for batch in numbers(loader.microbatches(2 * step, 1)) for k in batch]
     assert [sorted(read[4 * epoch : 4 * epoch + 4]) for epoch in range(3)] == [[0, 1, 2, 3]] * 3

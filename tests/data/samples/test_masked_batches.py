@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_batches_equal_the_recorded_ones(families: Path, family: str, num_worker
         samples, loader, count, global_batch = batches_of(
             flags_of(families, family, case), family, num_workers=num_workers
         )
-        with loader:
+        with closing(loader):
             for first, name in ((0, f"{case}.batches"), (8, f"{case}.resumed.batches")):
                 recorded = load_file(families / family / f"{name}.safetensors")
                 steps = len(recorded["labels"]) // count

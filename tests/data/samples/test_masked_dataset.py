@@ -20,6 +20,7 @@ from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.masked_dataset import MaskedDataset, MaskedSamples
 from megatrain.data.samples.masking import MaskOptions
 from megatrain.data.samples.sentence_index import SentenceOrder, build_sentence_index
+from megatrain.data.tokenizers import mask_tokens
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.mask_tokens import MaskVocabulary, mask_vocabulary
 
@@ -44,13 +45,13 @@ def recording(sentences: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def vocabularies(sentences: Path) -> dict[str, MaskVocabulary]:
-    return {
-        family: mask_vocabulary(
-            load_tokenizer(TokenizerConfig(tokenizer_type=kind, vocab_file=str(sentences / file))),
-            needs_sentinels=family == "t5",
-        )
-        for family, (kind, file) in TOKENIZERS.items()
-    }
+    return {family: vocabulary_of(family, sentences) for family in TOKENIZERS}
+
+
+def vocabulary_of(family: str, sentences: Path) -> MaskVocabulary:
+    kind, file = TOKENIZERS[family]
+    tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type=kind, vocab_file=str(sentences / file)))
+    return mask_vocabulary(tokenizer, needs_sentinels=family == "t5")
 
 
 def options_of(case: dict[str, Any], vocabularies: dict[str, MaskVocabulary]) -> MaskedSamples:
@@ -84,6 +85,18 @@ def test_all_recorded_cases(sentences, recording, vocabularies) -> None:
     for case in recording["cases"]:
         assert not case["options"]["masking_do_permutation"], "it cannot be reproduced"
         check_case(case, sentences, vocabularies)
+
+
+def test_sentinels_that_are_off_by_one_are_found(sentences, recording, monkeypatch) -> None:
+    """A planted fault: parity cannot find it, since all its layouts read the same samples."""
+    sentinels = mask_tokens._sentinels
+    monkeypatch.setattr(mask_tokens, "_sentinels", lambda tokenizer: sentinels(tokenizer)[1:])
+    shifted = {"t5": vocabulary_of("t5", sentences)}
+    cases = [case for case in recording["cases"] if case["dataset"] == "t5"]
+    assert cases
+    for case in cases:
+        with pytest.raises(AssertionError, match="text_enc"):
+            check_case(case, sentences, shifted)
 
 
 def check_case(case: dict[str, Any], sentences: Path, vocabularies: dict[str, MaskVocabulary]) -> None:

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from megatrain.config.errors import InputError
-from megatrain.data.samples.mock import MockSequences
-from megatrain.data.samples.mock_lengths import mock_lengths
+from megatrain.data.samples.mock import MockSequences, mock_lengths
 
 LOGNORMAL = {
     "type": "lognormal",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import closing
 
 import pytest
 from damaged_pairs import VOCAB, write_pair
@@ -59,7 +60,7 @@ def read(samples, sampler, consumed, end, *, num_microbatches, num_workers=0):
     """Return the micro-batches of one rank from a loader that starts at `consumed` samples, up to `end`."""
     size = sampler.shard.global_micro_batch_size
     found = []
-    with BatchLoader(samples, sampler, seq_length=SEQ_LENGTH, num_workers=num_workers) as loader:
+    with closing(BatchLoader(samples, sampler, seq_length=SEQ_LENGTH, num_workers=num_workers)) as loader:
         while consumed < end:
             count = min(num_microbatches, (end - consumed) // size)
             found += [contents(batch) for batch in loader.microbatches(consumed, count)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ from megatrain.parallel.pipeline import point_to_point
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
-from megatrain.parallel.pipeline.segments import SegmentPass
+from megatrain.parallel.pipeline.segments import SegmentHooks
 from megatrain.parallel.pipeline.simulator import StageCosts, simulate
 from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape
@@ -118,7 +117,7 @@ def steps_of(
         hidden_shape=(2, 1, 3),
         dtype=torch.float64,
         device=CPU,
-        hooks=_NoHooks(),
+        hooks=SegmentHooks(),
         chunks=[range(chunk, chunk + 1) for chunk in range(len(stages))],
         placement=placement,
     )
@@ -241,10 +240,3 @@ class _Pass(Function):
         ctx.clock.run_pass()
         ctx.info.compute_weight_gradient(ctx.clock.run_pass)
         return grads[0], None, None
-
-
-class _NoHooks:
-    def on_schedule(self, passes: Sequence[SegmentPass]) -> None: ...
-    def before(self, segment_pass: SegmentPass) -> None: ...
-    def after(self, segment_pass: SegmentPass) -> None: ...
-    def on_gradients(self, segment: int, *, is_last: bool) -> None: ...

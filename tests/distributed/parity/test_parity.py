@@ -31,7 +31,8 @@ from megatrain.tools.parity.measure import (
     weights_of,
 )
 from megatrain.tools.parity.models import MODELS
-from megatrain.tools.parity.rows import ALWAYS, PACKED_ROWS, QUICK_ROWS, Layout, is_row, pairwise_rows
+from megatrain.tools.parity.rows import Layout
+from megatrain.tools.parity.tables import ALWAYS, PACKED_ROWS, QUICK_ROWS, is_row, pairwise_rows
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.build import build_schedules
 

@@ -10,7 +10,8 @@ from parity_faults import FAULTS, measured_with
 from megatrain.tools.parity.cli import Comparer
 from megatrain.tools.parity.low_precision import LowPrecisionComparer, within
 from megatrain.tools.parity.measure import Precision
-from megatrain.tools.parity.rows import Layout, is_row
+from megatrain.tools.parity.rows import Layout
+from megatrain.tools.parity.tables import is_row
 
 LAYOUTS_OF_FAULTS = {fault.layout for fault in FAULTS.values()}
 EVERYDAY_LAYOUTS = {FAULTS[name].layout for name in list(FAULTS)[::54]}

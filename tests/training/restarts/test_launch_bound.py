@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatrain.parallel.pipeline.actions import ActionKind
-from megatrain.parallel.pipeline.graphed_passes import NoHooks
-from megatrain.parallel.pipeline.segments import SegmentPass
+from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
 from megatrain.training.restarts.launch_bound import PASSES_AHEAD, LaunchBound
 
 ONE = SegmentPass(ActionKind.FORWARD, 0)
@@ -43,7 +42,7 @@ def run(hooks: LaunchBound, count: int) -> None:
 
 def test_the_queue_of_the_device_is_bounded_and_all_passes_run() -> None:
     device = Device(last=100)
-    hooks = LaunchBound(NoHooks(), device.mark, threading.Event())
+    hooks = LaunchBound(SegmentHooks(), device.mark, threading.Event())
     run(hooks, 100)
     assert device.launched == 100
     assert device.longest_queue == PASSES_AHEAD + 1
@@ -51,7 +50,7 @@ def test_the_queue_of_the_device_is_bounded_and_all_passes_run() -> None:
 
 def test_a_rank_that_waits_for_a_collective_without_an_end_leaves_at_once() -> None:
     device, is_leaving = Device(last=7), threading.Event()
-    hooks = LaunchBound(NoHooks(), device.mark, is_leaving)
+    hooks = LaunchBound(SegmentHooks(), device.mark, is_leaving)
     left_at: list[float] = []
 
     def leave() -> None:

@@ -11,43 +11,11 @@ from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.part import MAX_SCAN_STATE
 from megatrain.config.plan import Draft
 from megatrain.config.registry import Notes, Problems, note, rule
-from megatrain.config.schema.data import MASKED_FAMILIES
-from megatrain.config.schema.tree import flag_of
 
-_WITHOUT_MASKS: Final = (
-    "model.multi_latent_attention",
-    "model.experimental_attention_variant",
-    "model.window_size",
-    "model.attn_logit_softcapping",
-    "model.mtp_num_layers",
-    "data.reset_attention_mask",
-    "data.dataloader_inter_document_masking",
-    "data.sft",
-)
-"""Settings for attention, samples and predictions of a decoder alone."""
 _SHORTEST: Final = {"bert": 5, "t5": 4}
 """Fewest tokens of a sample: two of text, and the special ones."""
 _PATTERN: Final = "M-M-M-M-"
 """A pattern that needs no other flag."""
-_PER_SAMPLE: Final = "training.calculate_per_token_loss"
-
-
-@rule
-def families_have_their_own_samples(draft: Draft) -> Problems:
-    family, config = draft.config.model.model_family, draft.config
-    if family not in MASKED_FAMILIES:
-        return
-    names = [*_WITHOUT_MASKS, *(["model.use_parallel_residual"] if family == "t5" else [])]
-    given = [flag_of(path.split(".")[1]) for path in names if config.get(path)]
-    if config.model.softmax_type != "vanilla":
-        given.append(f"--softmax-type {config.model.softmax_type}")
-    for flag in given:
-        yield Problem(f"--model-family {family} is not supported with {flag}", f"remove {flag}")
-    if family == "bert" and config.get(_PER_SAMPLE):
-        yield Problem(
-            "--model-family bert averages losses over micro-batches, so --calculate-per-token-loss has no meaning",
-            "remove --calculate-per-token-loss",
-        )
 
 
 @rule
@@ -138,32 +106,6 @@ def _settings_besides_the_pattern(draft: Draft, pattern: HybridPattern) -> Probl
             f" --mtp-num-layers is {depths}",
             "write / and the layers of a depth as often as --mtp-num-layers says, or remove --mtp-num-layers",
         )
-    for name in (
-        "use_parallel_residual",
-        "heterogeneous_layers_config_path",
-        "window_attn_skip_freq",
-        "no_rope_freq",
-    ):
-        if getattr(model, name):
-            yield Problem(
-                f"--model-family hybrid is not supported with {flag_of(name)}: the pattern describes the layers",
-                f"remove {flag_of(name)}",
-            )
-
-
-@rule
-def losses_of_repeated_layers_are_of_a_micro_batch(draft: Draft) -> Problems:
-    model, experts = draft.config.model, draft.config.experts
-    if (
-        model.mtp_num_layers
-        and model.mtp_use_repeated_layer
-        and "global_aux_loss" in experts.moe_router_load_balancing_type
-    ):
-        yield Problem(
-            "--mtp-use-repeated-layer is not supported with --moe-router-load-balancing-type global_aux_loss, which counts"
-            " the tokens of a router once per micro-batch",
-            "use --moe-router-load-balancing-type aux_loss, or remove --mtp-use-repeated-layer",
-        )
 
 
 @rule
@@ -217,16 +159,12 @@ def stacks_are_equally_deep(draft: Draft) -> Problems:
 
 @rule
 def cross_attention_has_all_heads(draft: Draft) -> Problems:
-    model, parallel = draft.config.model, draft.config.parallel
-    if model.model_family != "t5":
-        return
-    if model.num_query_groups != model.num_attention_heads:
+    model = draft.config.model
+    if model.model_family == "t5" and model.num_query_groups != model.num_attention_heads:
         yield Problem(
             f"--num-query-groups {model.num_query_groups} is not supported with cross-attention, as in Megatron-LM",
             "remove --group-query-attention and --num-query-groups",
         )
-    if parallel.tp_comm_overlap:
-        yield Problem("--tp-comm-overlap is not supported with --model-family t5", "remove --tp-comm-overlap")
 
 
 @rule
@@ -246,16 +184,6 @@ def relative_positions_are_of_t5(draft: Draft) -> Problems:
             f"--relative-attention-max-distance {model.relative_attention_max_distance} is not above {exact}, half of"
             f" --relative-attention-num-buckets {model.relative_attention_num_buckets}",
             f"use --relative-attention-max-distance {exact + 1} or more",
-        )
-
-
-@rule
-def samples_are_masked_sentences(draft: Draft) -> Problems:
-    family, dataset = draft.config.model.model_family, draft.config.data.dataset
-    if family in MASKED_FAMILIES and dataset is not None:
-        yield Problem(
-            f"--dataset {dataset} returns samples of a GPT, and --model-family {family} masks sentences of documents",
-            "remove --dataset, and name data of preprocess_data.py --split-sentences with --data-path",
         )
 
 

@@ -10,18 +10,6 @@ from megatrain.config.registry import Notes, Problems, derives, note, overrides,
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.subjects.ranks import TP
 
-_WITHOUT_IMAGES: Final = (
-    "model.mtp_num_layers",
-    "model.spec",
-    "data.reset_attention_mask",
-    "data.reset_position_ids",
-    "data.dataloader_inter_document_masking",
-    "data.sft",
-    "data.dataset",
-)
-"""Settings for samples of text alone."""
-_OF_LANGUAGE: Final = ("model.multi_latent_attention", "model.experimental_attention_variant")
-"""Attention that a tower like the language model cannot have."""
 _TEXTS: Final = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _WITHOUT_FREEZING: Final = ("optimizer.optimizer_cpu_offload", "precision.fp8_format", "precision.fp4_format")
 
@@ -158,30 +146,6 @@ def tower_has_sizes(draft: Draft) -> Problems:
             f"--vision-num-attention-heads {heads} is not divisible by {flag_of(TP.split('.')[1])} {tp}",
             f"{use(draft, fewer_ranks(draft, TP))}, or add --spread-images",
         )
-
-
-@rule
-def tower_is_like_the_language_model(draft: Draft) -> Problems:
-    config = draft.config
-    if not _is_vlm(draft) or config.vision.vision_model_type != "like_language":
-        return
-    for path in (*_OF_LANGUAGE, "experts.num_experts"):
-        if config.get(path):
-            yield Problem(
-                f"--vision-model-type like_language is not supported with {flag_of(path.split('.')[1])}: the vision tower"
-                " has plain attention and MLPs",
-                "use --vision-model-type clip with --vision-hidden-size 1024 and --vision-num-attention-heads 16",
-            )
-
-
-@rule
-def images_have_their_own_samples(draft: Draft) -> Problems:
-    if not _is_vlm(draft):
-        return
-    for path in _WITHOUT_IMAGES:
-        if draft.config.get(path):
-            flag = flag_of(path.split(".")[1])
-            yield Problem(f"--model-family vlm is not supported with {flag}", f"remove {flag}")
 
 
 @rule

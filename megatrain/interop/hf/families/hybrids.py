@@ -183,14 +183,17 @@ class _Heads:
         return {self.heads: spec.num_heads, self.channels: spec.head_dim, **multiple}
 
 
-class _MambaLayers:
-    """Layers of Mamba-2 alone."""
+@dataclass(frozen=True)
+class _EqualBlocks:
+    """Blocks of the same layers, each with a letter: Mamba-2 alone, or side by side with attention, and an MLP."""
+
+    letters: str
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        return _settings("M" * source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS)))
+        return _settings(self.letters * source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS)))
 
     def write(self, config: Config) -> dict[str, Any]:
-        return {"num_hidden_layers": len(_letters(config))}
+        return {"num_hidden_layers": len(_letters(config)) // len(self.letters)}
 
 
 class _Blocks:
@@ -206,16 +209,6 @@ class _Blocks:
         mixers = _letters(config)[::2]
         attention = [number for number, letter in enumerate(mixers) if letter == "*"]
         return {"num_hidden_layers": len(mixers), "attn_layer_indices": attention}
-
-
-class _ParallelBlocks:
-    """Blocks of Falcon-H1: Mamba-2 and attention side by side, and an MLP."""
-
-    def read(self, source: ConfigFile) -> dict[str, Any]:
-        return _settings("P-" * source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS)))
-
-    def write(self, config: Config) -> dict[str, Any]:
-        return {"num_hidden_layers": len(_letters(config)) // 2}
 
 
 class _FalconWidths:
@@ -417,7 +410,7 @@ MAMBA2: Final = Family(
         Fixed({**_HYBRID, "model.position_embedding_type": "none", "model.num_attention_heads": 1}),
         Value("hidden_size", "model.hidden_size"),
         Value("max_position_embeddings", "model.max_position_embeddings", default=_MAMBA2_LENGTH),
-        _MambaLayers(),
+        _EqualBlocks("M"),
         Value("layer_norm_epsilon", "model.norm_epsilon", POSITIVE, default=_EPSILON),
         Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=False),
         _Heads("num_heads", "head_dim", expand="expand"),
@@ -485,7 +478,7 @@ FALCON_H1: Final = replace(
         NO_ATTENTION_BIAS,
         Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
         Choice("projectors_bias", {False: {}}, reason="biases of the projections"),
-        _ParallelBlocks(),
+        _EqualBlocks("P-"),
         _FalconWidths(),
         *_BAMBA,
         _FALCON_FACTORS,

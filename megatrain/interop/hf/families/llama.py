@@ -1,8 +1,8 @@
-"""Llama 2 and 3, and the parts that most families share with it."""
+"""Llama 2 and 3, the parts that most families share with it, and families that differ little: Phi-3, Mistral, OLMo."""
 
 from typing import Final
 
-from megatrain.interop.hf.config_parts import QueryGroups
+from megatrain.interop.hf.config_parts import QueryGroups, Windows
 from megatrain.interop.hf.family import (
     POSITIVE,
     PROBABILITY,
@@ -100,3 +100,93 @@ LLAMA: Final = Family(
     modules=modules(LAYER),
     buffers=BUFFERS,
 )
+
+
+_PHI3_LAYER: Final[Modules] = {
+    "self_attn.qkv_proj": Fused(("attention.q", "attention.k", "attention.v")),
+    "self_attn.o_proj": "attention.proj",
+    "mlp.gate_up_proj": Fused(("mlp.gate", "mlp.up")),
+    "mlp.down_proj": "mlp.down",
+}
+
+PHI3: Final = Family(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    config=(
+        *SWIGLU,
+        QueryGroups(),
+        Rope(partial="partial_rotary_factor", types=("default",)),
+        Windows(),
+    ),
+    modules=modules(_PHI3_LAYER, NORMS),
+)
+"""Llama whose weights are fused: queries, keys and values in one, gate and linear part in another."""
+
+
+_MIXTRAL_EXPERTS: Final = {
+    "block_sparse_moe.gate": "mlp.router",
+    "block_sparse_moe.experts.{}.w1": "mlp.experts.{}.gate",
+    "block_sparse_moe.experts.{}.w3": "mlp.experts.{}.up",
+    "block_sparse_moe.experts.{}.w2": "mlp.experts.{}.down",
+}
+
+MISTRAL: Final = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    config=(*SWIGLU, QueryGroups(default=8), Rope(), Windows(default=4096)),
+    modules=modules(LAYER),
+    buffers=BUFFERS,
+)
+"""Llama with a sliding window in every layer."""
+MIXTRAL: Final = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    config=(
+        *SWIGLU,
+        QueryGroups(default=8),
+        Rope(base=1000000.0),
+        Windows(),
+        Value("num_local_experts", "experts.num_experts", default=8, also=("num_experts",)),
+        Value("num_experts_per_tok", "experts.moe_router_topk", default=2),
+        Value("intermediate_size", "experts.moe_ffn_hidden_size"),
+        Fixed({"experts.moe_router_pre_softmax": False}),
+    ),
+    modules=modules(ATTENTION, NORMS, _MIXTRAL_EXPERTS),
+    buffers=BUFFERS,
+)
+"""Mistral with experts; w1 is the gate, w3 the linear part, w2 the output."""
+
+
+_OLMO: Final = (
+    *SWIGLU,
+    NO_ATTENTION_BIAS,
+    QueryGroups(),
+    Rope(),
+    Fixed({"model.qk_layernorm": True, "model.qk_layernorm_width": "all_heads"}),
+)
+_NORMS_AFTER: Final = {
+    "post_attention_layernorm": "attention.post_norm",
+    "post_feedforward_layernorm": "mlp.post_norm",
+}
+
+OLMO2: Final = Family(
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    config=(*_OLMO, Fixed({"model.norm_position": "post"})),
+    modules=modules(ATTENTION, MLP, QK_NORMS, _NORMS_AFTER),
+)
+"""Llama with norms after the branches; like OLMoE, it has norms of queries and keys over all heads."""
+OLMOE: Final = Family(
+    architecture="OlmoeForCausalLM",
+    model_type="olmoe",
+    config=(
+        *_OLMO,
+        Choice("clip_qkv", {None: {}}, reason="limits of queries, keys and values"),
+        Value("num_experts", "experts.num_experts", default=64, also=("num_local_experts",)),
+        Value("num_experts_per_tok", "experts.moe_router_topk", default=8),
+        Value("intermediate_size", "experts.moe_ffn_hidden_size"),
+        Not("norm_topk_prob", "experts.moe_router_pre_softmax", default=False),
+    ),
+    modules=modules(ATTENTION, NORMS, QK_NORMS, EXPERTS),
+)
+"""Llama with experts."""

@@ -7,14 +7,9 @@ from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.bert import MEGATRON_BERT, MEGATRON_BERT_MASKED
 from megatrain.interop.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA
 from megatrain.interop.hf.families.gemma import GEMMA2, GEMMA3
-from megatrain.interop.hf.families.gpt2 import GPT2
-from megatrain.interop.hf.families.gpt_neox import GPT_NEOX
-from megatrain.interop.hf.families.gpt_oss import GPT_OSS
+from megatrain.interop.hf.families.gpt import GPT2, GPT_NEOX, GPT_OSS
 from megatrain.interop.hf.families.hybrids import BAMBA, FALCON_H1, MAMBA2, NEMOTRON_H
-from megatrain.interop.hf.families.llama import LLAMA
-from megatrain.interop.hf.families.mistral import MISTRAL, MIXTRAL
-from megatrain.interop.hf.families.olmo import OLMO2, OLMOE
-from megatrain.interop.hf.families.phi3 import PHI3
+from megatrain.interop.hf.families.llama import LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMOE, PHI3
 from megatrain.interop.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from megatrain.interop.hf.families.shuffled_vision import IDEFICS3, INTERNVL, SMOLVLM
 from megatrain.interop.hf.families.t5 import T5

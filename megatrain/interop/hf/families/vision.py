@@ -15,8 +15,7 @@ from megatrain.config.derive.families import num_layers
 from megatrain.config.derive.vision import pinpoints, tokens_per_image
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
-from megatrain.interop.hf.families.llama import LLAMA
-from megatrain.interop.hf.families.mistral import MISTRAL
+from megatrain.interop.hf.families.llama import LLAMA, MISTRAL
 from megatrain.interop.hf.families.qwen import QWEN2, QWEN3
 from megatrain.interop.hf.family import (
     COUNT,

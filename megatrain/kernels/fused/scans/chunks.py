@@ -20,8 +20,6 @@ from torch.nn import functional as F
 from megatrain.config.model_spec.part import MAX_SCAN_STATE
 from megatrain.kernels.fused.launching import is_fake, is_fused, jit, tl
 
-LOG2_E = 1.4426950408889634
-
 
 def has_kernel(x: Tensor, rows: int, columns: int) -> bool:
     """Return True if fused kernels scan x: 16-bit, with states [rows, columns] whose tiles shared memory can hold."""

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks: `kernels.gated_delta.gated_delta_rule` on GPUs, forward and backward.
+"""The gated delta rule in chunks: `kernels.gated_delta.continue_gated_delta_rule` on GPUs, forward and backward.
 
     solve            a chunk of a head                      -> the inverse T of its triangular system
     states           a head, chunk by chunk                 -> the state before each chunk, and the values written
@@ -48,7 +48,7 @@ STATE_GRADIENTS, QUERY_GRADIENTS, KEY_GRADIENTS = Tile(4, 3), Tile(4, 1), Tile(4
 
 
 class Inputs(NamedTuple):
-    """Inputs of the rule; see `kernels.gated_delta.gated_delta_rule`."""
+    """Inputs of the rule; see `kernels.gated_delta.continue_gated_delta_rule`."""
 
     q: Tensor
     k: Tensor

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
-from megatrain.tools.parity.models import OF_FAMILIES, WITHOUT_CONTEXT_RANKS
+from megatrain.tools.parity.models import OF_FAMILIES
 from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS, SENTENCES, SIZES
+from megatrain.tools.parity.tables import is_refused
 
 FEWEST, MOST = 3, 10
 """Options of a configuration, without its layout's sizes and its model."""
@@ -51,7 +52,7 @@ def drawn_words(seed: int, number: int, fixed: Iterable[str] = ()) -> tuple[str,
     rng = random.Random(f"{seed} {number}")  # noqa: S311 (no secrets)
     fixed_words = {OPTION_OF[word]: word for word in fixed}
     words = {"model": _choice(rng, "model")}
-    is_whole = fixed_words.get("model", words["model"]) in WITHOUT_CONTEXT_RANKS
+    is_whole = is_refused(fixed_words.get("model", words["model"]), "cp2")
     layouts = [one for one in _LAYOUTS if not (is_whole and "cp" in one)]
     words |= {OPTION_OF[word]: word for word in rng.choice(layouts).split()}
     if fixed_words.keys() & set(SIZES):

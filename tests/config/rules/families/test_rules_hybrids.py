@@ -34,10 +34,10 @@ CASES = {
          ("use --mamba-num-heads 63",)),
         (pattern("M*/M", "--mtp-num-layers 2 --position-embedding-type rope"), "", None,
          ("1 depths", "--mtp-num-layers is 2"), ("as often as --mtp-num-layers",)),
+    ],
+    "conflicting_settings": [
         (pattern("M*", "--no-rope-freq 2 --position-embedding-type rope"), "", None, ("--no-rope-freq",),
          ("remove --no-rope-freq",)),
-    ],
-    "losses_of_repeated_layers_are_of_a_micro_batch": [
         (f"--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope {EXPERTS}", "", None,
          ("--mtp-use-repeated-layer", "global_aux_loss"), ("aux_loss", "remove --mtp-use-repeated-layer")),
     ],

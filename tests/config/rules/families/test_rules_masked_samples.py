@@ -9,9 +9,9 @@ from megatrain.config import Facts
 
 BERT, T5 = "--model-family bert", "--model-family t5 --decoder-seq-length 8"
 CASES = {
-    "samples_are_masked_sentences": [
+    "conflicting_settings": [
         (f"{BERT} --dataset a.py:f", "--mock-data", None,
-         ("--dataset a.py:f", "--model-family bert"), ("remove --dataset", "--split-sentences")),
+         ("--dataset a.py:f", "--model-family bert"), ("remove --dataset",)),
     ],
     "samples_hold_text": [
         (f"{BERT} --seq-length 4", "--seq-length", None, ("--seq-length 4", "bert"), ("--seq-length 5",)),

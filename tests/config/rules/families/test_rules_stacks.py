@@ -10,13 +10,15 @@ LEARNED = "--position-embedding-type learned_absolute --max-position-embeddings"
 RELATIVE = "--position-embedding-type relative"
 
 CASES = {
-    "families_have_their_own_samples": [
+    "conflicting_settings": [
         (f"{BERT} --window-size 8,0", "", None, (BERT, "--window-size"), ("remove --window-size",)),
         (f"{T5} --mtp-num-layers 1", "", None, ("--mtp-num-layers",), ("remove --mtp-num-layers",)),
         (f"{T5} --use-parallel-residual", "", None, ("--use-parallel-residual",), ("remove --use-parallel-residual",)),
-        (f"{BERT} --softmax-type learnable", "", None, ("--softmax-type learnable",), ("remove --softmax-type learnable",)),
+        (f"{BERT} --softmax-type learnable", "", None, ("--softmax-type learnable",), ("remove --softmax-type",)),
         (f"{BERT} --calculate-per-token-loss", "", None,
          (BERT, "--calculate-per-token-loss"), ("remove --calculate-per-token-loss",)),
+        (f"{T5} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "", Facts(world_size=2),
+         ("--tp-comm-overlap",), ("remove --tp-comm-overlap",)),
     ],
     "context_ranks_have_one_stack": [
         (f"{T5} --context-parallel-size 2", "", Facts(world_size=2),
@@ -36,8 +38,6 @@ CASES = {
     "cross_attention_has_all_heads": [
         (f"{T5} --group-query-attention --num-query-groups 2", "", None,
          ("--num-query-groups 2", "cross-attention"), ("remove --group-query-attention",)),
-        (f"{T5} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "", Facts(world_size=2),
-         ("--tp-comm-overlap",), ("remove --tp-comm-overlap",)),
     ],
     "relative_positions_are_of_t5": [
         (RELATIVE, "position-embedding-type", None, (RELATIVE, "gpt"), ("rope", "--model-family t5")),

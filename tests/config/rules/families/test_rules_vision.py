@@ -36,11 +36,11 @@ CASES = {
         (f"{CLIP} --vision-num-attention-heads 1 --tensor-model-parallel-size 2", "", Facts(world_size=2),
          ("--vision-num-attention-heads 1", "2"), ("--tensor-model-parallel-size 1",)),
     ],
-    "tower_is_like_the_language_model": [
+    "conflicting_settings": [
         (f"{VLM} --num-experts 4", "", None, ("--vision-model-type like_language", "--num-experts"), ("--vision-model-type clip",)),
-    ],
-    "images_have_their_own_samples": [
         (f"{VLM} --mtp-num-layers 1", "", None, ("--mtp-num-layers",), ("remove --mtp-num-layers",)),
+        (f"{VLM} --export-kd-teacher-load teacher", "", None,
+         ("--export-kd-teacher-load teacher", "--model-family vlm"), ("remove --export-kd-teacher-load",)),
     ],
     "images_are_mock_data": [
         (f"{VLM} --tokenizer-type NullTokenizer --data-path d", "--mock-data", Facts(datasets=(TEXT,)),
