@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatrain.config.derive.batch_sizes import (
     BatchSizes,
+    RampMisfitError,
     batch_rule,
     batch_sizes,
     length_steps,
@@ -63,18 +64,21 @@ def global_batch_divides_into_passes(draft: Draft) -> Problems:
 
 
 def _smaller_micro_batches(draft: Draft, batch: int) -> Iterator[Change]:
-    """Yield micro-batches with which replicas share a batch evenly: what is trained stays the same."""
-    per_replica, rest = divmod(batch, draft.derived.data_parallel_size)
-    limit = draft.config.training.micro_batch_size - 1
-    return iter(()) if rest else divisors("training.micro_batch_size", per_replica, limit)
+    """Yield micro-batches with which replicas share a batch evenly: what is trained stays the same, or nearly if it does not divide."""
+    replicas, limit = draft.derived.data_parallel_size, draft.config.training.micro_batch_size - 1
+    per_replica = -(-batch // replicas)
+    nearest = {} if batch % replicas == 0 else {"training.global_batch_size": per_replica * replicas}
+    return ({**one, **nearest} for one in divisors("training.micro_batch_size", per_replica, limit))
 
 
 @rule
 def batch_sizes_are_valid(draft: Draft) -> Problems:
     training = draft.config.training
-    pass_size = training.micro_batch_size * draft.derived.data_parallel_size
     try:
-        rule = batch_rule(draft.config, pass_size=pass_size)
+        rule = batch_rule(draft.config)
+    except RampMisfitError as error:
+        yield Problem(error.problems[0].text, _fix_of_ramp(draft, *error.ramp))
+        return
     except ConfigError as error:
         yield from error.problems
         return
@@ -88,6 +92,23 @@ def batch_sizes_are_valid(draft: Draft) -> Problems:
             f" {training.micro_batch_size} * data-parallel size {draft.derived.data_parallel_size} = {sizes.pass_size}",
             _fix_of_batches(draft, rule.sizes, sizes.pass_size),
         )
+
+
+def _fix_of_ramp(draft: Draft, start: int, increment: int, samples: int) -> str:
+    """Return a ramp of whole passes that leads to the global batch, and the next global batch that the ramp leads to."""
+    target, replicas = draft.config.training.global_batch_size, draft.derived.data_parallel_size
+    per_pass = draft.config.training.micro_batch_size * replicas
+    first = max(min(-(-start // per_pass) * per_pass, target - per_pass), per_pass)
+    steps = [size for size in range(per_pass, target - first + 1, per_pass) if (target - first) % size == 0]
+    ramps = (
+        {"training.rampup_batch_size": (str(first), str(size), str(samples))}
+        for size in sorted(steps, key=lambda size: abs(size - increment))
+    )
+    least = max(-(-(target - start) // increment), 1)
+    batches = (
+        {"training.global_batch_size": start + count * increment} for count in range(least, least + per_pass)
+    )
+    return f"{use(draft, ramps, batches)}, or leave --rampup-batch-size out"
 
 
 def _fix_of_batches(draft: Draft, sizes: Sequence[int], pass_size: int) -> str:
@@ -237,10 +258,15 @@ def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
     is_reported = batch == training.global_batch_size and micro == training.micro_batch_size
     if batch % per_pass and not (is_rounded or is_reported):
         flag = "--micro-batch-size" if micro == training.micro_batch_size else "--eval-micro-batch-size"
+        whole_share = 0 if batch % dp else batch // dp
         yield Problem(
             f"--eval-global-batch-size {batch} is not a multiple of {flag} {micro} *"
             f" data-parallel size {dp} = {per_pass}",
-            use(draft, multiples("training.eval_global_batch_size", batch, per_pass)),
+            use(
+                draft,
+                multiples("training.eval_global_batch_size", batch, per_pass),
+                divisors("training.eval_micro_batch_size", whole_share, micro - 1),
+            ),
         )
 
 
