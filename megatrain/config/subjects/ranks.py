@@ -107,8 +107,8 @@ def _smaller_sizes(draft: Draft, sizes: Mapping[str, int], world: int) -> Iterat
 
     Divisors of a given size come first: they keep what was divisible by it, layers or experts.
     """
-    by_hand = sorted(list(sizes.items())[::-1], key=lambda item: distance(draft, item[0]))
-    for path, size in by_hand:
+    inner_last = [*reversed(sizes.items())]
+    for path, size in sorted(inner_last, key=lambda item: distance(draft, item[0])):
         others = math.prod(sizes.values()) // size
         fits = [part for part in range(size - 1, 0, -1) if world % (others * part) == 0]
         order = fits if path in (TP, CP) else sorted(fits, key=lambda part: size % part > 0)
