@@ -61,7 +61,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:  # no
 
 def with_labels(table: str) -> str:
     """Return a table too wide for a phone with the head of each column at its cells: there, a row becomes a block."""
-    heads = [re.sub(r"<[^>]+>", "", head) for head in re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)]
+    heads = [re.sub(r"<[^>]+>", "", head) for head in re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.DOTALL)]
     if len(heads) < WIDE:
         return table
     labels = itertools.cycle(head.replace('"', "&quot;") for head in heads)
