@@ -53,6 +53,12 @@ def distance(draft: Draft, path: str) -> int:
     return {"flag": 0, "yaml": 1}.get(origin.kind, 2) if origin else 2
 
 
+def located(draft: Draft, path: str) -> str:
+    """Return a flag, and its place if a YAML file has it."""
+    origin = draft.origins[path]
+    return flag_of(path) + (f" ({origin.detail})" if origin.kind == "yaml" else "")
+
+
 def words(change: Change) -> str:
     """Return the flags of a change."""
     return " ".join(_flag(path, value) for path, value in change.items())
@@ -96,7 +102,7 @@ def fewer_ranks(draft: Draft, path: str) -> Iterator[Change]:
     sizes = list(divisors(path, world, draft.config.get(path) - 1))
     yield from sizes
     for size in sizes if isinstance(batch, int) else ():
-        replicas = world // math.prod(({one: draft.config.get(one) for one in _AXES} | size).values())
+        replicas = world // math.prod({**{one: draft.config.get(one) for one in _AXES}, **size}.values())
         micro_batches = divisors(_MICRO, batch // max(replicas, 1), draft.config.get(_MICRO) - 1)
         yield from ({**size, **micro} for micro in micro_batches)
 

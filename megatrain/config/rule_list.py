@@ -6,7 +6,7 @@ import textwrap
 from typing import Final
 
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import distance, divisors, multiples, use
+from megatrain.config.fixes import distance, divisors, located, multiples, use
 from megatrain.config.plan import Draft
 from megatrain.config.plan_note import PlanNote
 from megatrain.config.registry import (
@@ -102,7 +102,8 @@ def conflicting_settings(draft: Draft) -> Problems:
                 removable.sort(key=lambda path: distance(draft, path))
                 yield Problem(
                     f"{given} is not supported together with {other}{one.why}",
-                    one.fix or f"remove {', or '.join(map(flag_of, removable or [setting.path]))}",
+                    one.fix
+                    or f"remove {', or '.join(located(draft, path) for path in removable or [setting.path])}",
                 )
 
 

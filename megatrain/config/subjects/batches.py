@@ -17,9 +17,10 @@ from megatrain.config.derive.batch_sizes import (
 )
 from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import ConfigError, Problem
-from megatrain.config.fixes import Change, divisors, multiples, use
+from megatrain.config.fixes import Change, divisors, located, multiples, use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
+from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError, whole
 
 
@@ -169,16 +170,17 @@ def changing_batches_require_samples(draft: Draft) -> Problems:
         return
     flag = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
     counted = {
-        "--train-iters": (training.train_iters, "--train-samples"),
-        "--lr-decay-iters": (schedule.lr_decay_iters, "--lr-decay-samples"),
-        "--lr-warmup-iters": (schedule.lr_warmup_iters or None, "--lr-warmup-samples"),
-        "--lr-wsd-decay-iters": (schedule.lr_wsd_decay_iters, "--lr-wsd-decay-samples"),
+        "training.train_iters": (training.train_iters, "--train-samples"),
+        "schedule.lr_decay_iters": (schedule.lr_decay_iters, "--lr-decay-samples"),
+        "schedule.lr_warmup_iters": (schedule.lr_warmup_iters or None, "--lr-warmup-samples"),
+        "schedule.lr_wsd_decay_iters": (schedule.lr_wsd_decay_iters, "--lr-wsd-decay-samples"),
     }
-    for other, (value, instead) in counted.items():
+    for path, (value, instead) in counted.items():
         if value is not None:
+            samples, place = value * training.global_batch_size, located(draft, path)
             yield Problem(
-                f"{other} {value} counts iterations, whose batch size changes with {flag}",
-                f"use {instead} {value * training.global_batch_size} in place of {other}, as Megatron-LM requires too",
+                f"{flag_of(path)} {value} counts iterations, whose batch size changes with {flag}",
+                f"use {instead} {samples} in place of {place}, as Megatron-LM requires too",
             )
 
 

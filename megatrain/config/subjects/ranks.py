@@ -57,9 +57,10 @@ def data_parallel_size(draft: Draft) -> DerivedValue:
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,
     )
+    ranks = f"{world} rank{'' if world == 1 else 's'}"
     if cp == 1:
-        return DerivedValue(whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
-    return DerivedValue(whole(world, replica * cp), f"{world} ranks / (tp * cp * pp = {replica * cp})")
+        return DerivedValue(whole(world, replica), f"{ranks} / (tp * pp = {replica})")
+    return DerivedValue(whole(world, replica * cp), f"{ranks} / (tp * cp * pp = {replica * cp})")
 
 
 @rule
@@ -107,8 +108,8 @@ def _smaller_sizes(draft: Draft, sizes: Mapping[str, int], world: int) -> Iterat
 
     Divisors of a given size come first: they keep what was divisible by it, layers or experts.
     """
-    inner_last = [*reversed(sizes.items())]
-    for path, size in sorted(inner_last, key=lambda item: distance(draft, item[0])):
+    inner_first = list(sizes.items())[::-1]
+    for path, size in sorted(inner_first, key=lambda item: distance(draft, item[0])):
         others = math.prod(sizes.values()) // size
         fits = [part for part in range(size - 1, 0, -1) if world % (others * part) == 0]
         order = fits if path in (TP, CP) else sorted(fits, key=lambda part: size % part > 0)

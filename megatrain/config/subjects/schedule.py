@@ -8,7 +8,7 @@ from typing import Any
 
 from megatrain.config.derive.lr_schedule import ScheduleValues, group_learning_rates
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import Change, divisors, use, words
+from megatrain.config.fixes import Change, divisors, located, use, words
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule
 from megatrain.config.schema.lr_decay import LrDecay
@@ -311,7 +311,7 @@ def _lengths_of_checkpoint(draft: Draft, stored: Mapping[str, Any]) -> str:
         replaced |= {f"schedule.{one}": none for one, none in others.items() if getattr(schedule, one, None)}
     if not lengths or draft.breaks({**lengths, **replaced}):
         return ""
-    instead = f" in place of {' and '.join(map(flag_of, replaced))}" if replaced else ""
+    instead = f" in place of {' and '.join(located(draft, path) for path in replaced)}" if replaced else ""
     return f"use {words(lengths)}{instead}, the same lengths in samples, which no batch size changes, or "
 
 

@@ -372,7 +372,14 @@ TYPED = [
     ("rampup_batch_size: [4, 4, 90], train_samples: 99", "--global-batch-size 10", None, "use --global-batch-size 12"),
     ("global_batch_size: 10, train_samples: 99", "--rampup-batch-size 4 4 90", None, "use --rampup-batch-size 4 2 90"),
 ]  # fmt: skip
-"""Settings of a YAML file, flags typed beside it, and the first words of the fix."""
+"""Settings of a YAML file, flags that are typed, and the first words of the fix."""
+
+
+def test_a_fix_says_where_a_yaml_file_has_what_is_to_go(arguments_of, tmp_path):
+    (tmp_path / "run.yaml").write_text("training:\n  train_iters: 10\n")
+    given = ["--config", str(tmp_path / "run.yaml"), *arguments_of("--train-samples 99", "--train-iters")]
+    (fix,) = [problem.fix for problem in problems_of(given, Facts())]
+    assert fix == f"remove --train-samples, or --train-iters ({tmp_path}/run.yaml:2)"
 
 
 @pytest.mark.parametrize(("yaml", "typed", "facts", "first"), TYPED)
