@@ -74,8 +74,9 @@ class Runs:
     def misfits(self, fits: Floats) -> Floats:
         """Return rho, the Huber loss of each fit."""
         size = np.abs(_log_losses(fits, self.x)[0] - self.y)
-        rho: Floats = np.where(size < self.delta, size**2 / 2, self.delta * (size - self.delta / 2))
-        return rho.sum(axis=1)
+        rho = np.where(size < self.delta, size**2 / 2, self.delta * (size - self.delta / 2))
+        total: Floats = rho.sum(axis=1)
+        return total
 
     def allowance(self, fit: Floats) -> float:
         """Return how much more a profile may misfit than the fit within its 90 % interval."""
