@@ -19,7 +19,7 @@ from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tree import Config
 
 _POWERS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_LARGEST_RAMP: Final = 10**6
+LARGEST_RAMP: Final = 10**6
 """Largest number of sizes in a ramp; a larger one is a typing error."""
 
 
@@ -210,7 +210,7 @@ def parse_ramp(words: Iterable[str], *, target: int) -> RampedBatch:
     if start >= target:
         problem = f"{given} starts at --global-batch-size {target} or above"
         raise RampMisfitError.because(problem, start, increment, samples)
-    if (target - start) % increment or (target - start) // increment > _LARGEST_RAMP:
+    if (target - start) % increment or (target - start) // increment > LARGEST_RAMP:
         problem = f"{given}: steps of {increment} do not lead from {start} to --global-batch-size {target}"
         raise RampMisfitError.because(problem, start, increment, samples)
     return RampedBatch(start, increment, samples, target)

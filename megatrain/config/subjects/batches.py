@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from megatrain.config.derive.batch_sizes import (
+    LARGEST_RAMP,
     BatchSizes,
     RampMisfitError,
     batch_rule,
@@ -22,6 +24,8 @@ from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError, whole
+
+_RAMP: Final = "training.rampup_batch_size"
 
 
 @derives("training.global_batch_size")
@@ -100,10 +104,16 @@ def _fix_of_ramp(draft: Draft, start: int, increment: int, samples: int) -> str:
     target, replicas = draft.config.training.global_batch_size, draft.derived.data_parallel_size
     per_pass = draft.config.training.micro_batch_size * replicas
     first = max(min(-(-start // per_pass) * per_pass, target - per_pass), per_pass)
-    steps = [size for size in range(per_pass, target - first + 1, per_pass) if (target - first) % size == 0]
+    parts, rest = divmod(target - first, per_pass)
+    sizes = (
+        {parts, *(change[_RAMP] for change in divisors(_RAMP, parts, parts))}
+        if parts > 0 and not rest
+        else set()
+    )
     ramps = (
-        {"training.rampup_batch_size": (str(first), str(size), str(samples))}
-        for size in sorted(steps, key=lambda size: abs(size - increment))
+        {_RAMP: (str(first), str(size * per_pass), str(samples))}
+        for size in sorted(sizes, key=lambda size: abs(size * per_pass - increment))
+        if parts // size <= LARGEST_RAMP
     )
     least = max(-(-(target - start) // increment), 1)
     batches = (

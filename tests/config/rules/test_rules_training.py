@@ -45,6 +45,8 @@ CASES = {
          ("--rampup-batch-size 16 4 9", "--global-batch-size 16"), ("--rampup-batch-size",)),
         ("--global-batch-size 16 --rampup-batch-size 4 5 9 --train-samples 99", "--train-iters", None,
          ("--rampup-batch-size 4 5 9", "--global-batch-size 16"), ("--rampup-batch-size 4 4 9",)),
+        ("--global-batch-size 4000000000004 --rampup-batch-size 4 2 9 --train-samples 9000000000000", "--train-iters", None,
+         ("--rampup-batch-size 4 2 9", "--global-batch-size 4000000000004"), ("--rampup-batch-size 4 ",)),
         ("--global-batch-size 16 --rampup-batch-size 4 3 9 --train-samples 99", "--train-iters", None,
          ("--rampup-batch-size", "--micro-batch-size 2", "7"), ("multiples of 2", "--decrease-batch-size-if-needed")),
         ("--step-batch-size-schedule 0:4,1k:5 --train-samples 99 --eval-global-batch-size 4", "--train-iters", None,
