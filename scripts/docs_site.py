@@ -7,6 +7,7 @@ python -m mkdocs build --strict      the site in dist/site; every link and ancho
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ COMMANDS = {
     "`megatrain settings --differences`": "differences.md",
 }
 """Commands whose output is a page."""
+WIDE = 4
+"""Columns from which on a table does not fit a phone."""
 
 
 def added_pages() -> dict[str, str]:
@@ -51,5 +54,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str: 
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 (mkdocs names them)
-    """Mark the pages of settings, whose tables images/site.css sets."""
+    """Mark the pages of settings and wide tables, which images/site.css sets."""
+    html = re.sub(r"<table>.*?</table>", lambda table: with_labels(table[0]), html, flags=re.DOTALL)
     return f'<div class="settings">{html}</div>' if page.file.src_uri in COMMANDS.values() else html
+
+
+def with_labels(table: str) -> str:
+    """Return a table too wide for a phone with the head of each column at its cells: there, a row becomes a block."""
+    heads = [re.sub(r"<[^>]+>", "", head) for head in re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.DOTALL)]
+    if len(heads) < WIDE:
+        return table
+    labels = itertools.cycle(head.replace('"', "&quot;") for head in heads)
+    cells = re.sub(r"<td", lambda _: f'<td data-label="{next(labels)}"', table)
+    return cells.replace("<table>", "<table data-stacked>")

@@ -89,3 +89,15 @@ def test_outputs_of_runs_are_no_paths_of_the_repository() -> None:
     """`runs/corpus_text_document` on a page names a file of the reader, also once the quickstart has made the folder."""
     assert {"docs", "parallel", "tests"} <= TOPS
     assert TOPS.isdisjoint({"runs", "dist", "__pycache__"})
+
+
+def test_cells_of_wide_tables_have_their_head_as_label() -> None:
+    heads = ["case", "a <code>flag</code>", "", 'a "word"']
+    head, row = ("".join(f"<{tag}>{text}</{tag}>" for text in heads) for tag in ("th", "td"))
+    table = f"<table>\n<thead>\n<tr>{head}</tr>\n</thead>\n<tbody>\n<tr>{row}</tr>\n<tr>{row}</tr>\n</tbody>\n</table>"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="benchmarks.md"))
+    html = SITE.on_page_content(table * 2, page, None, None)
+    assert html.count("<table data-stacked>") == 2
+    assert re.findall(r'<td data-label="([^"]*)">', html) == ["case", "a flag", "", "a &quot;word&quot;"] * 4
+    narrow = re.sub(r"<(t[hd])>case</\1>", "", table)
+    assert SITE.on_page_content(narrow, page, None, None) == narrow

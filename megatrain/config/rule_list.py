@@ -6,7 +6,7 @@ import textwrap
 from typing import Final
 
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import divisors, multiples, use
+from megatrain.config.fixes import distance, divisors, located, multiples, use
 from megatrain.config.plan import Draft
 from megatrain.config.plan_note import PlanNote
 from megatrain.config.registry import (
@@ -98,10 +98,12 @@ def conflicting_settings(draft: Draft) -> Problems:
                 _given(draft, by_path[one.path], one.values),
             )
             if given and other and (one.when is None or one.when.holds(draft.config.raw)):
-                also = f", or {flag_of(one.path)}" if draft.is_given(one.path) else ""
+                removable = [path for path in (setting.path, one.path) if draft.is_given(path)]
+                removable.sort(key=lambda path: distance(draft, path))
                 yield Problem(
                     f"{given} is not supported together with {other}{one.why}",
-                    one.fix or f"remove {setting.flag}{also}",
+                    one.fix
+                    or f"remove {', or '.join(located(draft, path) for path in removable or [setting.path])}",
                 )
 
 

@@ -91,7 +91,7 @@ class CachePlan:
             f"{self.num_bytes / 1e6:,.1f} MB" if self.num_bytes < 1e9 else f"{self.num_bytes / 1e9:,.1f} GB"
         )
         tokens = f"{self.max_tokens + self.max_memory} tokens"
-        return f"cache of {size} for {self.num_sequences} x {tokens}, {self.max_sequences} sequences at most"
+        return f"cache of {size} for {self.num_sequences} x {tokens}, sequences at once: {self.max_sequences}"
 
     def _row_bytes(self, layer: CacheSizes) -> int:
         return self.dtype.itemsize * sum(heads * channels for heads, channels in layer.rows)

@@ -165,8 +165,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
     """Return the shortest trailing parts of the paths that differ from each other, without names that say nothing."""
     parts = [path.resolve().parts for path in paths]
     for plain in ("metrics.jsonl", "checkpoints"):
-        if all(one[-1] == plain and len(one) > 2 for one in parts):
-            parts = [one[:-1] for one in parts]
+        parts = [one[:-1] if one[-1] == plain and len(one) > 2 else one for one in parts]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(one[-count:]) for one in parts]
         if len(set(names)) == len(names):

@@ -218,6 +218,9 @@ def _texts(arguments: argparse.Namespace) -> Iterator[str]:
                 yield text
                 left -= len(text.encode())
                 if arguments.max_mb is not None and left <= 0:
-                    bad_lines.handle(bad)
+                    bad_lines.handle(bad, bytes_read=chunk.end.bytes_read)
+                    bad_lines.finish()
                     return
-        bad_lines.handle([*bad, *([chunk.too_long] if chunk.too_long else [])])
+        bad += [chunk.too_long] if chunk.too_long else []
+        bad_lines.handle(bad, bytes_read=chunk.end.bytes_read)
+    bad_lines.finish()

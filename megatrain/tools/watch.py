@@ -49,20 +49,27 @@ def add_flags(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
     while True:
-        width, now = shutil.get_terminal_size().columns, time.time()
+        (width, height), now = shutil.get_terminal_size(), time.time()
         is_terminal = sys.stdout.isatty()
         runs = [
             shown(one, width=width, now=now, is_coloured=is_terminal) for one in read_runs(arguments.runs)
         ]
-        text = "\n\n".join(runs)
         if arguments.once or not is_terminal:
-            print(text)
+            print("\n\n".join(runs))
             return 0
-        print(f"{_CLEAR}{text}\n\nCtrl-C ends the display, not the runs", flush=True)
+        print(f"{_CLEAR}{fitted(runs, height)}\n\nCtrl-C ends the display, not the runs", flush=True)
         try:
             time.sleep(max(arguments.interval, 0.1))
         except KeyboardInterrupt:
             return 0
+
+
+def fitted(runs: Sequence[str], height: int) -> str:
+    """Return the lines about runs; only the first ones of each if a terminal has fewer rows than all of them."""
+    each = max((height - 3) // len(runs) - 1, 1)
+    if sum(run.count("\n") + 2 for run in runs) > height - 2:
+        runs = ["\n".join(run.split("\n")[:each]) + _PLAIN for run in runs]
+    return "\n\n".join(runs)
 
 
 def shown(run: RunData, *, width: int, now: float, is_coloured: bool) -> str:

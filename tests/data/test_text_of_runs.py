@@ -126,7 +126,7 @@ def test_problems_of_tokenizer_and_tasks_are_the_only_ones_of_text(
 
 
 CASES = {
-    "bad lines": ("a.jsonl", {}, r"error: 3 problems\n1\. {texts}/a\.jsonl:2: .*\n.*\n2\. {texts}/a\.jsonl:3: blank.*\n.*\n3\. {texts}/a\.jsonl:5: "),
+    "bad lines": ("a.jsonl", {}, r"error: {texts}/a\.jsonl:2: .*\n  {texts}/a\.jsonl:3: blank.*\n  {texts}/a\.jsonl:5: .*\n  3 bad lines in all"),
     "missing": ("gone.jsonl", {}, r"error: {texts}/gone\.jsonl: there is no such file\n  fix: .*"),
     "empty folder": ("empty", {}, r"error: {texts}/empty: is a folder without a file of \.jsonl"),
     "cache among the text": (

@@ -6,18 +6,20 @@ import dataclasses
 import json
 import subprocess
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from everyday import nightly
 
 import pretrain
 from megatrain.config.errors import ConfigError
 from megatrain.tools.ladder import runs
 from megatrain.tools.ladder.family import LadderSpec, plan_ladder, script
-from megatrain.tools.ladder.law import Law, Point, fit
+from megatrain.tools.ladder.law import Law, Point, Runs, fit, student_t95
 from megatrain.tools.ladder.plot import Target, ladder_svg, short
 from megatrain.tools.ladder.runs import LadderRun, problems
 from megatrain.tools.main import main as megatrain
@@ -33,8 +35,13 @@ def loss_of(parameters: float, tokens: float) -> float:
     )
 
 
-def points_of(noise: float = 0.0, seed: int = 0) -> list[Point]:
-    """Return runs of four sizes, whose losses have noise of this relative size."""
+SIZES, RATIOS = (1e7, 3e7, 1e8, 3e8), (5, 10, 20, 40)
+
+
+def points_of(
+    noise: float = 0.0, seed: int = 0, sizes: Sequence[float] = SIZES, ratios: Sequence[int] = RATIOS
+) -> list[Point]:
+    """Return runs of these sizes and tokens per parameter, whose losses have noise of this relative size."""
     random = np.random.default_rng(seed)
     return [
         Point(
@@ -43,40 +50,69 @@ def points_of(noise: float = 0.0, seed: int = 0) -> list[Point]:
             int(ratio * size),
             loss_of(size, ratio * size) * float(np.exp(noise * random.standard_normal())),
         )
-        for size in (1e7, 3e7, 1e8, 3e8)
-        for ratio in (5, 10, 20, 40)
+        for size in sizes
+        for ratio in ratios
     ]
 
 
 def test_a_known_law_is_recovered() -> None:
-    law = fit(points_of(), num_samples=20)
+    law = fit(points_of())
     for name, (value, low, high) in law.coefficients.items():
         assert value == pytest.approx(HOFFMANN[name], rel=1e-3)
         assert (low, high) == pytest.approx((value, value), rel=1e-2)
     assert law.predict(7e9, 140e9)[0] == pytest.approx(loss_of(7e9, 140e9), rel=1e-5)
 
 
-def test_intervals_of_noisy_runs_mostly_have_the_true_loss() -> None:
-    """Resampling few runs gives intervals that are somewhat too narrow: two of three is what a 90 % one must have here."""
-    true, covered = loss_of(7e9, 140e9), 0
-    for seed in range(3):
-        loss, low, high = fit(points_of(noise=2e-3, seed=seed), num_samples=40).predict(7e9, 140e9)
-        covered += low < true < high
+LADDERS = {
+    "6 runs": (SIZES[:3], (5, 20), 2e-3, (1e9, 20e9)),
+    "9 runs, a near target": (SIZES[:3], RATIOS[:3], 1e-3, (2e8, 4e9)),
+    "12 runs": (SIZES, RATIOS[:3], 2e-3, (7e9, 140e9)),
+    "12 noisy runs": (SIZES, RATIOS[:3], 1e-2, (7e9, 140e9)),
+    "16 runs": (SIZES, RATIOS, 2e-3, (7e9, 140e9)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ladders", "tolerance"),
+    [("12 runs", 40, 10), *(nightly(name, 400, 4) for name in LADDERS)],
+)
+def test_a_90_percent_interval_has_the_true_loss_of_nine_in_ten_ladders(
+    name: str, num_ladders: int, tolerance: float
+) -> None:
+    """The tolerance is more than twice the standard error of the share."""
+    sizes, ratios, noise, target = LADDERS[name]
+    covered = 0
+    for seed in range(num_ladders):
+        loss, low, high = fit(points_of(noise, seed, sizes, ratios)).predict(*target)
         assert low < loss < high
-        assert high - low < 0.2
-        assert loss == pytest.approx(true, rel=0.02)
-    assert covered >= 2
+        covered += low <= loss_of(*target) <= high
+    assert 100 * covered / num_ladders == pytest.approx(90, abs=tolerance)
+
+
+def test_intervals_of_the_numbers_have_them_in_most_ladders() -> None:
+    covered = dict.fromkeys(HOFFMANN, 0)
+    for seed in range(8):
+        for name, (value, low, high) in fit(points_of(2e-3, seed, SIZES, RATIOS[:3])).coefficients.items():
+            assert low < value < high
+            covered[name] += low <= HOFFMANN[name] <= high
+    assert min(covered.values()) >= 5, covered
+
+
+def test_quantiles_of_t_are_those_of_tables() -> None:
+    """Those of 1, 2, 10, 11, 19 and 100 degrees of freedom."""
+    found = [student_t95(freedom) for freedom in (1, 2, 10, 11, 19, 100)]
+    assert found == pytest.approx([6.3138, 2.9200, 1.8125, 1.7959, 1.7291, 1.6602], abs=1e-3)
 
 
 def test_one_bad_run_does_not_bend_the_law() -> None:
     """As the Huber loss is linear in large residuals."""
     points = points_of(noise=1e-4)
     points[5] = dataclasses.replace(points[5], loss=1.1 * points[5].loss)
-    assert fit(points, num_samples=1).predict(7e9, 140e9)[0] == pytest.approx(loss_of(7e9, 140e9), rel=5e-3)
+    assert fit(points).predict(7e9, 140e9)[0] == pytest.approx(loss_of(7e9, 140e9), rel=5e-3)
 
 
 def test_the_best_size_has_the_least_loss_for_its_flops() -> None:
-    law, flops = fit(points_of(), num_samples=1), 6 * 7e9 * 140e9
+    law, flops = fit(points_of()), 6 * 7e9 * 140e9
     size, tokens = law.best_size(flops)
     assert 6 * size * tokens == pytest.approx(flops)
     sizes = np.geomspace(size / 2, 2 * size, 201)
@@ -86,7 +122,7 @@ def test_the_best_size_has_the_least_loss_for_its_flops() -> None:
 
 def test_the_plot_is_a_drawing_of_all_points() -> None:
     points = points_of()
-    law = fit(points, num_samples=5)
+    law = fit(points)
     target = Target(7e9, 140e9, *law.predict(7e9, 140e9))
     root = ET.fromstring(ladder_svg(points, law, target, "<losses>"))
     name = "{http://www.w3.org/2000/svg}"
@@ -272,7 +308,7 @@ def test_a_real_ladder(
     assert "3 runs of 3 sizes and 3 token counts do not determine" in capsys.readouterr().err
 
     monkeypatch.setattr(runs, "MIN_RUNS", 3)
-    monkeypatch.setattr("megatrain.tools.ladder.cli.fit", lambda points: fit(points, num_samples=10))
+    monkeypatch.setattr("megatrain.tools.ladder.cli.fit", lambda points: fit([*points, *points_of()]))
     assert (
         megatrain(
             [
@@ -294,5 +330,6 @@ def test_a_real_ladder(
 
 
 def test_a_law_is_the_formula() -> None:
-    law = Law(np.log([[2.0, 3.0, 4.0, 1.0, 1.0]]) * [1, 1, 1, 0, 0] + [0, 0, 0, 0.5, 0.25], np.zeros(2))
-    assert law.losses(16.0, 81.0)[0] == pytest.approx(2 + 3 / 4 + 4 / 3)
+    numbers = np.array([*np.log([2.0, 3.0, 4.0]), 0.5, 0.25])
+    law = Law(numbers, np.zeros(2), Runs(np.zeros((2, 6)), np.zeros(6)))
+    assert law.loss(16.0, 81.0) == pytest.approx(2 + 3 / 4 + 4 / 3)

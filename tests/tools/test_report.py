@@ -214,6 +214,7 @@ def test_run_names_differ() -> None:
     assert run_names([Path("/x/a/metrics.jsonl")]) == ["a"]
     assert run_names([Path("/x/a/checkpoints/metrics.jsonl")]) == ["a"]
     assert run_names([Path("/x/a/checkpoints"), Path("/x/b/checkpoints")]) == ["a", "b"]
+    assert run_names([Path("/x/a/checkpoints"), Path("/x/b")]) == ["a", "b"]
     assert run_names([Path("/x/a"), Path("/x/a")]) == ["1 /x/a", "2 /x/a"]
 
 

@@ -71,9 +71,10 @@ def test_dirty_lines_are_named_or_skipped(corpus: Path, capsys: pytest.CaptureFi
     assert train(corpus) == 2
     error = capsys.readouterr().err
     assert re.search(
-        rf"error: 2 problems\n1\. {corpus}:{len(TEXTS) + 1}: .*\n.*\n2\. {corpus}:{len(TEXTS) + 2}: not",
+        rf"error: {corpus}:{len(TEXTS) + 1}: .*\n  {corpus}:{len(TEXTS) + 2}: not .*\n  2 bad lines in all",
         error,
     )
+    assert not (corpus.parent / "tokenizer").exists()
     assert train(corpus, "--on-bad-line", "skip") == 0
     assert f"skipped: {corpus}:{len(TEXTS) + 1}" in capsys.readouterr().err
 

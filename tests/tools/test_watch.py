@@ -16,7 +16,7 @@ from tools.test_report import make_run
 from megatrain.tools.main import main
 from megatrain.tools.report_data import read_run
 from megatrain.tools.subcommands import duration
-from megatrain.tools.watch import lines, shown, sparkline
+from megatrain.tools.watch import _PLAIN, fitted, lines, shown, sparkline
 from megatrain.training.launch.save_lock import Owner
 
 
@@ -118,3 +118,14 @@ def first_line(folder: Path, *, after: float) -> str:
     for file in folder.iterdir():
         os.utime(file, (1.7e9, 1.7e9))
     return next(iter(lines(read_run(folder, "run"), width=80, now=1.7e9 + after)))
+
+
+def test_several_runs_fit_the_rows_of_a_terminal() -> None:
+    runs = ["\n".join(f"run {number} line {line}" for line in range(10)) for number in range(3)]
+    assert fitted(runs, 40) == "\n\n".join(runs)
+    small = fitted(runs, 24).split("\n")
+    assert len(small) + 3 <= 24
+    assert [line.removesuffix(_PLAIN) for line in small if "line 0" in line] == [
+        f"run {n} line 0" for n in range(3)
+    ]
+    assert len(fitted(runs * 20, 24).split("\n")) == 119, "a line each"

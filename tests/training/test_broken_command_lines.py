@@ -1,6 +1,8 @@
 """Broken command lines: exit code 2, flag and remedy named, everything at once, no traceback, printed once, before
 the grid is built, and without a change to the files of an earlier run."""
 
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +59,7 @@ BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
     "formats contradict": ({"--bf16": "", "--params-dtype": "float32"}, "--params-dtype float32", "remove one of them"),
     "two warm-ups": ({"--lr-warmup-iters": "1", "--lr-warmup-fraction": "0.1"}, "--lr-warmup-fraction 0.1", "remove --lr-"),
     "two decays": ({"--lr-decay-iters": "2", "--lr-decay-samples": "2"}, "--lr-decay-samples 2", "remove --lr-"),
-    "learning rates out of order": ({"--min-lr": "1"}, "--min-lr 1", "--min-lr 0.001 or less"),
+    "learning rates out of order": ({"--min-lr": "1"}, "--min-lr 1", "use --min-lr 0.001"),
     "samples below a batch": ({"--train-iters": None, "--train-samples": "2", "--global-batch-size": "4"},
                               "--train-samples 2", "--train-samples 4 or more"),
     "share of dropout above one": ({"--hidden-dropout": "10"}, "--hidden-dropout 10", "below 1"),
@@ -123,6 +125,33 @@ def test_what_cannot_be_parsed_is_reported_before_pytorch_is_imported(tmp_path: 
         for word in ("--num-layesr is not a flag", "did you mean --num-layers?", "--lr fast")
     )
     assert "--lr fast" in (tmp_path / "status.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "printed"),
+    [
+        (["--trian-iters", "3"], 2, "did you mean --train-iters?"),
+        (["--config", "bad.yaml"], 2, "bad.yaml:2: section model has no field num_layer\n  fix: did you mean num_layers?"),
+        (["--help"], 0, "--tensor-model-parallel-size"),
+    ],
+)  # fmt: skip
+def test_an_answer_without_a_run_needs_no_pytorch(
+    tmp_path: Path, words: list[str], code: int, printed: str
+) -> None:
+    """It takes 0.3 s; PyTorch would take several."""
+    (tmp_path / "bad.yaml").write_text("model:\n  num_layer: 4\n")
+    program = (
+        f"import sys, pretrain\ntry: code = pretrain.main({words})\nexcept SystemExit as end: code = end.code or 0\n"
+        "sys.exit(code + 90 * bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stderr
+    assert printed in ended.stdout + ended.stderr
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
 
 
 def test_a_missing_checkpoint_is_exit_code_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,6 +8,8 @@
 The sizes are Megatron-LM's. They depend on the consumed samples only, so a run can resume within a ramp.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,8 +19,23 @@ from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tree import Config
 
 _POWERS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_LARGEST_RAMP: Final = 10**6
+LARGEST_RAMP: Final = 10**6
 """Largest number of sizes in a ramp; a larger one is a typing error."""
+
+
+class RampMisfitError(ConfigError):
+    """A ramp that does not lead to the global batch size."""
+
+    ramp: tuple[int, int, int]
+    """Start, increment and samples."""
+
+    @classmethod
+    def because(cls, problem: str, *ramp: int) -> RampMisfitError:
+        """Return the error; the rule that reports it knows which setting the user typed."""
+        error = cls(problem, fix="leave --rampup-batch-size out")
+        start, increment, samples = ramp
+        error.ramp = start, increment, samples
+        return error
 
 
 class BatchRule(Protocol):
@@ -150,15 +167,15 @@ def micro_batches(count: int) -> str:
     return f"{count} micro-batch{'' if count == 1 else 'es'}"
 
 
-def batch_rule(config: Config, *, pass_size: int = 1) -> BatchRule:
-    """Return the batch sizes that a configuration asks for. `pass_size` only serves the fix of an invalid ramp.
+def batch_rule(config: Config) -> BatchRule:
+    """Return the batch sizes that a configuration asks for.
 
     Raises:
         ConfigError: the ramp or the steps are not valid.
     """
     training = config.training
     if training.rampup_batch_size:
-        return parse_ramp(training.rampup_batch_size, target=training.global_batch_size, pass_size=pass_size)
+        return parse_ramp(training.rampup_batch_size, target=training.global_batch_size)
     if training.step_batch_size_schedule is not None:
         return parse_steps(training.step_batch_size_schedule, seq_length=config.data.seq_length)
     return ConstantBatch(training.global_batch_size)
@@ -171,8 +188,8 @@ def batch_sizes(config: Config, *, data_parallel_size: int) -> BatchSizes:
     )
 
 
-def parse_ramp(words: Iterable[str], *, target: int, pass_size: int = 1) -> RampedBatch:
-    """Parse --rampup-batch-size. A fix names batch sizes that are multiples of `pass_size`."""
+def parse_ramp(words: Iterable[str], *, target: int) -> RampedBatch:
+    """Parse --rampup-batch-size."""
     texts = " ".join(words).split()
     given = f"--rampup-batch-size {' '.join(texts)}"
     if len(texts) != 3 or not all(re.fullmatch(r"[0-9]{1,18}", text) for text in texts):
@@ -184,19 +201,11 @@ def parse_ramp(words: Iterable[str], *, target: int, pass_size: int = 1) -> Ramp
     if not (start and increment and samples):
         raise ConfigError(f"{given}: a number is 0", fix="use numbers above 0")
     if start >= target:
-        raise ConfigError(
-            f"{given} starts at --global-batch-size {target} or above",
-            fix="use a smaller start, or leave --rampup-batch-size out",
-        )
-    if (target - start) % increment or (target - start) // increment > _LARGEST_RAMP:
-        first = -(-start // pass_size) * pass_size
-        rest = target - first
-        raise ConfigError(
-            f"{given}: steps of {increment} do not lead from {start} to --global-batch-size {target}",
-            fix=f"use an increment that divides {rest}: --rampup-batch-size {first} {rest} {samples}, for example"
-            if rest > 0
-            else "leave --rampup-batch-size out",
-        )
+        problem = f"{given} starts at --global-batch-size {target} or above"
+        raise RampMisfitError.because(problem, start, increment, samples)
+    if (target - start) % increment or (target - start) // increment > LARGEST_RAMP:
+        problem = f"{given}: steps of {increment} do not lead from {start} to --global-batch-size {target}"
+        raise RampMisfitError.because(problem, start, increment, samples)
     return RampedBatch(start, increment, samples, target)
 
 
@@ -259,12 +268,13 @@ def parse_steps(
         if start in steps:
             raise ConfigError(f"{given}: two thresholds fall on sample {start}", fix="leave one of them out")
         steps[start] = _number(size, given)
-    if 0 not in steps:
-        raise ConfigError(
-            f"{given}: no threshold is 0", fix=f"start with a {value} at 0, such as '0:{example}'"
-        )
     if not all(steps.values()):
         raise ConfigError(f"{given}: a {value} is 0", fix=f"use a {value} above 0")
+    if 0 not in steps:
+        raise ConfigError(
+            f"{given}: no threshold is 0",
+            fix=f"start with a {value} at 0: use {flag} '0:{min(steps.values())} {text.strip()}'",
+        )
     return SteppedBatch(tuple(sorted(steps.items())))
 
 

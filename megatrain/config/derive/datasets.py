@@ -149,7 +149,7 @@ def require_sequences(
     proposal = working_split(found, is_used)
     raise ConfigError(
         f"--split {split!r} of the {num_sequences[name]} {unit} of {name} is {described}: "
-        f"the run reads {' and '.join(empty)}, which has none{others}",
+        f"the run reads {' and '.join(empty)}, which {'has' if len(empty) == 1 else 'have'} none{others}",
         fix=f"use --split {proposal}, or read no samples there (--eval-iters 0)"
         if proposal
         else f"add data, as there are too few {unit}, or read no samples there (--eval-iters 0)",

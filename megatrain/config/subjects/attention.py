@@ -7,13 +7,13 @@ windows     a query attends to recent keys only           softcap and dropout: i
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Final, Literal
 
 from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, parse_window
 from megatrain.config.derive.vision import text_length
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import multiples, use
+from megatrain.config.fixes import Change, divisors, multiples, use
 from megatrain.config.model_spec.attention import AttentionSpec, SparseAttentionSpec
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.plan_note import PlanNote
@@ -59,9 +59,19 @@ def hidden_size_divides_over_heads(draft: Draft) -> Problems:
         yield Problem(
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {model.num_attention_heads}",
             # RoPE needs an even number of channels per head.
-            use(draft, multiples("model.hidden_size", model.hidden_size, 2 * model.num_attention_heads))
+            use(
+                draft,
+                multiples("model.hidden_size", model.hidden_size, 2 * model.num_attention_heads),
+                _other_heads(model.hidden_size, model.num_attention_heads),
+            )
             + ", or give the channels per head with --kv-channels",
         )
+
+
+def _other_heads(hidden_size: int, heads: int) -> Iterator[Change]:
+    """Yield numbers of heads with an even number of channels, those near the given one first."""
+    fitting = divisors("model.num_attention_heads", hidden_size // 2, 2 * heads)
+    return iter(sorted(fitting, key=lambda change: abs(change["model.num_attention_heads"] - heads)))
 
 
 @derives("model.num_query_groups")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from megatrain.config.derive.batch_sizes import (
+    LARGEST_RAMP,
     BatchSizes,
+    RampMisfitError,
     batch_rule,
     batch_sizes,
     length_steps,
@@ -16,10 +19,13 @@ from megatrain.config.derive.batch_sizes import (
 )
 from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import ConfigError, Problem
-from megatrain.config.fixes import Change, divisors, multiples, use
+from megatrain.config.fixes import Change, divisors, located, multiples, use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
+from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError, whole
+
+_RAMP: Final = "training.rampup_batch_size"
 
 
 @derives("training.global_batch_size")
@@ -63,18 +69,21 @@ def global_batch_divides_into_passes(draft: Draft) -> Problems:
 
 
 def _smaller_micro_batches(draft: Draft, batch: int) -> Iterator[Change]:
-    """Yield micro-batches with which replicas share a batch evenly: what is trained stays the same."""
-    per_replica, rest = divmod(batch, draft.derived.data_parallel_size)
-    limit = draft.config.training.micro_batch_size - 1
-    return iter(()) if rest else divisors("training.micro_batch_size", per_replica, limit)
+    """Yield micro-batches with which replicas share a batch evenly: what is trained stays the same, or nearly if it does not divide."""
+    replicas, limit = draft.derived.data_parallel_size, draft.config.training.micro_batch_size - 1
+    per_replica = -(-batch // replicas)
+    nearest = {} if batch % replicas == 0 else {"training.global_batch_size": per_replica * replicas}
+    return ({**one, **nearest} for one in divisors("training.micro_batch_size", per_replica, limit))
 
 
 @rule
 def batch_sizes_are_valid(draft: Draft) -> Problems:
     training = draft.config.training
-    pass_size = training.micro_batch_size * draft.derived.data_parallel_size
     try:
-        rule = batch_rule(draft.config, pass_size=pass_size)
+        rule = batch_rule(draft.config)
+    except RampMisfitError as error:
+        yield Problem(error.problems[0].text, _fix_of_ramp(draft, *error.ramp))
+        return
     except ConfigError as error:
         yield from error.problems
         return
@@ -88,6 +97,29 @@ def batch_sizes_are_valid(draft: Draft) -> Problems:
             f" {training.micro_batch_size} * data-parallel size {draft.derived.data_parallel_size} = {sizes.pass_size}",
             _fix_of_batches(draft, rule.sizes, sizes.pass_size),
         )
+
+
+def _fix_of_ramp(draft: Draft, start: int, increment: int, samples: int) -> str:
+    """Return a ramp of whole passes that leads to the global batch, and the next global batch that the ramp leads to."""
+    target, replicas = draft.config.training.global_batch_size, draft.derived.data_parallel_size
+    per_pass = draft.config.training.micro_batch_size * replicas
+    first = max(min(-(-start // per_pass) * per_pass, target - per_pass), per_pass)
+    parts, rest = divmod(target - first, per_pass)
+    sizes = (
+        {parts, *(change[_RAMP] for change in divisors(_RAMP, parts, parts))}
+        if parts > 0 and not rest
+        else set()
+    )
+    ramps = (
+        {_RAMP: (str(first), str(size * per_pass), str(samples))}
+        for size in sorted(sizes, key=lambda size: abs(size * per_pass - increment))
+        if parts // size <= LARGEST_RAMP
+    )
+    least = max(-(-(target - start) // increment), 1)
+    batches = (
+        {"training.global_batch_size": start + count * increment} for count in range(least, least + per_pass)
+    )
+    return f"{use(draft, ramps, batches)}, or leave --rampup-batch-size out"
 
 
 def _fix_of_batches(draft: Draft, sizes: Sequence[int], pass_size: int) -> str:
@@ -148,16 +180,17 @@ def changing_batches_require_samples(draft: Draft) -> Problems:
         return
     flag = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
     counted = {
-        "--train-iters": (training.train_iters, "--train-samples"),
-        "--lr-decay-iters": (schedule.lr_decay_iters, "--lr-decay-samples"),
-        "--lr-warmup-iters": (schedule.lr_warmup_iters or None, "--lr-warmup-samples"),
-        "--lr-wsd-decay-iters": (schedule.lr_wsd_decay_iters, "--lr-wsd-decay-samples"),
+        "training.train_iters": (training.train_iters, "--train-samples"),
+        "schedule.lr_decay_iters": (schedule.lr_decay_iters, "--lr-decay-samples"),
+        "schedule.lr_warmup_iters": (schedule.lr_warmup_iters or None, "--lr-warmup-samples"),
+        "schedule.lr_wsd_decay_iters": (schedule.lr_wsd_decay_iters, "--lr-wsd-decay-samples"),
     }
-    for other, (value, instead) in counted.items():
+    for path, (value, instead) in counted.items():
         if value is not None:
+            samples, place = value * training.global_batch_size, located(draft, path)
             yield Problem(
-                f"{other} {value} counts iterations, whose batch size changes with {flag}",
-                f"use {instead} {value * training.global_batch_size} in place of {other}, as Megatron-LM requires too",
+                f"{flag_of(path)} {value} counts iterations, whose batch size changes with {flag}",
+                f"use {instead} {samples} in place of {place}, as Megatron-LM requires too",
             )
 
 
@@ -237,10 +270,15 @@ def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
     is_reported = batch == training.global_batch_size and micro == training.micro_batch_size
     if batch % per_pass and not (is_rounded or is_reported):
         flag = "--micro-batch-size" if micro == training.micro_batch_size else "--eval-micro-batch-size"
+        whole_share = 0 if batch % dp else batch // dp
         yield Problem(
             f"--eval-global-batch-size {batch} is not a multiple of {flag} {micro} *"
             f" data-parallel size {dp} = {per_pass}",
-            use(draft, multiples("training.eval_global_batch_size", batch, per_pass)),
+            use(
+                draft,
+                multiples("training.eval_global_batch_size", batch, per_pass),
+                divisors("training.eval_micro_batch_size", whole_share, micro - 1),
+            ),
         )
 
 

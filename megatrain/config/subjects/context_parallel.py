@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from megatrain.config.derive.vision import length_in_words, sample_length
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import lengths, use
+from megatrain.config.fixes import fewer_ranks, lengths, use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
 from megatrain.config.schema.data import MASKED_FAMILIES
@@ -134,7 +134,7 @@ def sequence_divides_over_context_ranks(draft: Draft) -> Problems:
         yield Problem(
             f"{length_in_words(draft.config)} is not a multiple of {cp * rows}: --context-parallel-size {cp} needs two chunks"
             f" per rank{also}",
-            use(draft, lengths(draft, cp * rows)),
+            use(draft, lengths(draft, cp * rows), fewer_ranks(draft, "parallel.context_parallel_size")),
         )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import inf
 from typing import Final
@@ -27,7 +27,7 @@ from megatrain.config.derive.families import num_layers
 from megatrain.config.derive.hybrid_pattern import known_pattern
 from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import use
+from megatrain.config.fixes import Change, fewer_ranks, use
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Problems, derives, rule
 from megatrain.config.schema.pipeline_schedules import (
@@ -262,15 +262,11 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
             {"model.num_layers": size} for size in range(layers - 1, 0, -1) if (size + besides) % stages == 0
         )
         larger = ({"model.num_layers": units // stages * stages + stages - besides} for _ in range(1))
-        size = use(draft, itertools.chain(smaller, larger))
-        other = (
-            "add --pipeline-model-parallel-layout auto"
-            if stages <= layers + 1
-            else _fewer_stages(draft, lambda ranks: units % (ranks * chunks) == 0)
-        )
+        fewer = _fewer_stages(draft, lambda ranks: units % (ranks * chunks) == 0)
         raise PipelineError(
             f"{_counted(draft)}{_besides(draft)} is not divisible by {_number_of_stages(draft, chunks)}",
-            ", or ".join(filter(None, (other, size))),
+            "add --pipeline-model-parallel-layout auto, or " * (stages <= layers + 1)
+            + use(draft, fewer, itertools.chain(smaller, larger)),
         )
     counts = [units // stages] * stages
     counts[0] -= parallel.account_for_embedding_in_pipeline_split
@@ -396,9 +392,9 @@ def _balanced(draft: Draft, stages: int) -> tuple[tuple[int, ...], tuple[int, ..
     if len(layers) < stages - 1:
         chunks = stages // draft.config.parallel.pipeline_model_parallel_size
         fewer = _fewer_stages(draft, lambda ranks: ranks * chunks <= len(layers) + 1)
+        more = ({"model.num_layers": count} for count in range(stages - 1, stages + 1))
         raise PipelineError(
-            f"--num-layers {len(layers)} are too few for {stages} stages",
-            ", or ".join(filter(None, (fewer, f"use --num-layers {stages - 1} or more"))),
+            f"--num-layers {len(layers)} are too few for {stages} stages", use(draft, fewer, more)
         )
     return balanced_split(layers, head, stages, tower=spec.vision_flops_per_token(length))
 
@@ -495,11 +491,10 @@ def _besides(draft: Draft) -> str:
     return f" with the {counted} as layers" if counted else ""
 
 
-def _fewer_stages(draft: Draft, fits: Callable[[int], bool]) -> str | None:
-    """Return the remedy of fewer pipeline ranks that fit; None: even one does not."""
-    path, pp = "parallel.pipeline_model_parallel_size", draft.config.parallel.pipeline_model_parallel_size
-    sizes = [{path: ranks} for ranks in range(pp - 1, 0, -1) if fits(ranks)]
-    return use(draft, sizes) if sizes else None
+def _fewer_stages(draft: Draft, fits: Callable[[int], bool]) -> Iterator[Change]:
+    """Yield fewer pipeline ranks that fit."""
+    path = "parallel.pipeline_model_parallel_size"
+    return (change for change in fewer_ranks(draft, path) if fits(change[path]))
 
 
 def _number_of_stages(draft: Draft, chunks: int) -> str:

@@ -8,7 +8,17 @@ from typing import Final
 
 from megatrain.config.derive.vision import length_in_words, sample_length
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import Change, best, divisors, lengths, multiples, use, words
+from megatrain.config.fixes import (
+    Change,
+    best,
+    distance,
+    divisors,
+    fewer_ranks,
+    lengths,
+    multiples,
+    use,
+    words,
+)
 from megatrain.config.plan import DerivedValue, Draft, Plan
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
 from megatrain.config.schema.tree import flag_of
@@ -22,6 +32,7 @@ _LINKED_ARCHITECTURES: Final = (9, 10)
 _SMALL_MESSAGE: Final = 2**21
 """Numbers below which a message takes less time than its copies and flags take the host to launch."""
 TP: Final = "parallel.tensor_model_parallel_size"
+CP: Final = "parallel.context_parallel_size"
 
 
 @derives("derived.world_size")
@@ -46,18 +57,18 @@ def data_parallel_size(draft: Draft) -> DerivedValue:
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,
     )
+    ranks = f"{world} rank{'' if world == 1 else 's'}"
     if cp == 1:
-        return DerivedValue(whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
-    return DerivedValue(whole(world, replica * cp), f"{world} ranks / (tp * cp * pp = {replica * cp})")
+        return DerivedValue(whole(world, replica), f"{ranks} / (tp * pp = {replica})")
+    return DerivedValue(whole(world, replica * cp), f"{ranks} / (tp * cp * pp = {replica * cp})")
 
 
 @rule
 def ranks_hold_whole_replicas(draft: Draft) -> Problems:
     parallel = draft.config.parallel
-    names = ["tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"]
-    sizes = {f"parallel.{name}": getattr(parallel, name) for name in names}
+    sizes = {path: draft.config.get(path) for path in (TP, CP, "parallel.pipeline_model_parallel_size")}
     if parallel.context_parallel_size == 1:
-        del sizes["parallel.context_parallel_size"]
+        del sizes[CP]
     yield from _ranks_are_a_multiple_of(sizes, draft)
 
 
@@ -88,19 +99,20 @@ def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems
         yield Problem(
             f"{f'--world-size {world}' if is_given else f'{world} ranks were started, which'} is not a multiple of"
             f" {' * '.join(named)} = {product}",
-            f"{use(draft, _smaller_sizes(sizes, world))}, or {ranks}",
+            f"{use(draft, _smaller_sizes(draft, sizes, world))}, or {ranks}",
         )
 
 
-def _smaller_sizes(sizes: Mapping[str, int], world: int) -> Iterator[Change]:
-    """Yield sizes that fit the number of ranks: in place of one of these, else of several.
+def _smaller_sizes(draft: Draft, sizes: Mapping[str, int], world: int) -> Iterator[Change]:
+    """Yield sizes that fit the number of ranks: in place of one of these (that of the command line first), else of several.
 
     Divisors of a given size come first: they keep what was divisible by it, layers or experts.
     """
-    for path, size in reversed(list(sizes.items())):
+    inner_first = list(sizes.items())[::-1]
+    for path, size in sorted(inner_first, key=lambda item: distance(draft, item[0])):
         others = math.prod(sizes.values()) // size
         fits = [part for part in range(size - 1, 0, -1) if world % (others * part) == 0]
-        order = fits if path == TP else sorted(fits, key=lambda part: size % part > 0)
+        order = fits if path in (TP, CP) else sorted(fits, key=lambda part: size % part > 0)
         yield from ({path: part} for part in order)
     ranks: dict[str, int] = {}
     for path, size in sizes.items():
@@ -132,7 +144,7 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
     if parallel.sequence_parallel and parallel.context_parallel_size == 1 and length % tp:
         yield Problem(
             f"--sequence-parallel requires {length_in_words(draft.config)} to be divisible by --tensor-model-parallel-size {tp}",
-            f"{use(draft, lengths(draft, tp))}, or remove --sequence-parallel",
+            f"{use(draft, lengths(draft, tp), fewer_ranks(draft, TP))}, or remove --sequence-parallel",
         )
 
 

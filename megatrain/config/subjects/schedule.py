@@ -8,7 +8,7 @@ from typing import Any
 
 from megatrain.config.derive.lr_schedule import ScheduleValues, group_learning_rates
 from megatrain.config.errors import Problem
-from megatrain.config.fixes import Change, divisors, words
+from megatrain.config.fixes import Change, divisors, located, use, words
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule
 from megatrain.config.schema.lr_decay import LrDecay
@@ -60,10 +60,21 @@ def warmup_ends_before_decay(draft: Draft) -> Problems:
         elif schedule.lr_warmup_iters:
             shorter = f"--lr-warmup-iters {schedule.lr_warmup_iters * decay // warmup // 10}"
         yield Problem(
-            f"warm-up takes {warmup} samples, but the decay ends at sample {decay}",
+            f"warm-up takes {warmup} samples, but the decay ends at sample {decay}{_end_of_decay(draft)}",
             f"shorten warm-up, for example: use {shorter}, a tenth of the decay; or end the decay later"
             " (--lr-decay-iters, --lr-decay-samples)",
         )
+
+
+def _end_of_decay(draft: Draft) -> str:
+    """Return the setting that ends the decay, in parentheses."""
+    ends = [
+        f"{section}_{unit}"
+        for section in ("schedule.lr_decay", "training.train")
+        for unit in ("samples", "iters")
+    ]
+    given = [path for path in ends if draft.config.raw(path) is not None]
+    return f" ({flag_of(given[0])} {draft.config.get(given[0])})" if given else ""
 
 
 @derives("derived.lr_wsd_decay_samples")
@@ -107,10 +118,14 @@ def wsd_decay_fits_the_schedule(draft: Draft) -> Problems:
 
 @rule
 def learning_rates_are_in_order(draft: Draft) -> Problems:
-    schedule, top = draft.config.schedule, draft.config.optimizer.lr
-    for flag, value in (("--min-lr", schedule.min_lr), ("--lr-warmup-init", schedule.lr_warmup_init)):
+    top = draft.config.optimizer.lr
+    for path in ("schedule.min_lr", "schedule.lr_warmup_init"):
+        value = draft.config.get(path)
         if value > top:
-            yield Problem(f"{flag} {value} is above --lr {top}", f"use {flag} {top} or less")
+            yield Problem(
+                f"{flag_of(path)} {value} is above --lr {top}",
+                use(draft, [{path: top}], [{"optimizer.lr": value}]),
+            )
 
 
 @rule
@@ -302,7 +317,7 @@ def _lengths_of_checkpoint(draft: Draft, stored: Mapping[str, Any]) -> str:
         replaced |= {f"schedule.{one}": none for one, none in others.items() if getattr(schedule, one, None)}
     if not lengths or draft.breaks({**lengths, **replaced}):
         return ""
-    instead = f" in place of {' and '.join(map(flag_of, replaced))}" if replaced else ""
+    instead = f" in place of {' and '.join(located(draft, path) for path in replaced)}" if replaced else ""
     return f"use {words(lengths)}{instead}, the same lengths in samples, which no batch size changes, or "
 
 

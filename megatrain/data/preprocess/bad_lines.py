@@ -1,6 +1,6 @@
 """Handling of bad lines, which contain no document: stop the run, skip them, or quarantine them.
 
-stop        an error with file:line
+stop        an error with the first ones, each with file:line, and their number in the megabytes that follow
 skip        counted; the first ones are logged
 quarantine  as skip, and written to <prefix>.bad_lines.jsonl: file, line, reason, and the line itself
 """
@@ -13,9 +13,9 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import IO, Any, Final, Literal, NoReturn
 
-from megatrain.config.errors import InputError, Problem
+from megatrain.config.errors import InputError
 from megatrain.data.files import report_write_errors
 from megatrain.data.preprocess.documents import BadLine
 from megatrain.storage.files import fsync, is_start_intact, open_regular
@@ -27,7 +27,9 @@ NUM_LOGGED: Final = 20
 
 
 _NUM_REPORTED: Final = 10
-"""Bad lines of a chunk that the error of a run that stops has."""
+"""Bad lines that the error of a run that stops shows; the others are only counted."""
+_LOOK_ON_BYTES: Final = 64_000_000
+"""Bytes that a run that stops reads after its first bad line, to count others."""
 
 
 class BadLines:
@@ -42,6 +44,13 @@ class BadLines:
         self._log = log
         self._num_logged = 0
         self._file: IO[bytes] | None = None
+        self._shown: list[BadLine] = []
+        self._look_on_until = 0
+
+    @property
+    def stops(self) -> bool:
+        """True if a bad line stops the run, which only looks for others: it writes nothing any more."""
+        return bool(self._shown)
 
     @property
     def has_quarantined(self) -> bool:
@@ -57,12 +66,16 @@ class BadLines:
                 self._file.truncate(num_bytes)
                 self._file.seek(num_bytes)
 
-    def handle(self, bad_lines: Sequence[BadLine]) -> None:
-        """Apply the policy. Raises InputError if it stops the run."""
-        if bad_lines and self._policy == "stop":
-            *problems, last = [Problem(str(bad), bad.fix) for bad in bad_lines[:_NUM_REPORTED]]
-            fix = f"{last.fix}, or skip such lines with --on-bad-line skip"
-            raise InputError.of([*problems, Problem(last.text, fix)])
+    def handle(self, bad_lines: Sequence[BadLine], *, bytes_read: int) -> None:
+        """Apply the policy to the bad lines that precede a position of the input. Raises InputError if it stops the run."""
+        if self._policy == "stop":
+            if bad_lines and not self.stops:
+                self._look_on_until = bytes_read + _LOOK_ON_BYTES
+            self._shown += bad_lines[: _NUM_REPORTED - len(self._shown)]
+            self.num_lines += len(bad_lines)
+            if self.stops and bytes_read >= self._look_on_until:
+                self._stop(f"so far; reading ended {_LOOK_ON_BYTES // 1_000_000} MB after the first one")
+            return
         for bad in bad_lines:
             self.num_lines += 1
             self._log_line(bad)
@@ -72,6 +85,22 @@ class BadLines:
                     line = json.dumps(_entry(bad)).encode() + b"\n"
                     self._file.write(line)
                     self.crc32 = zlib.crc32(line, self.crc32)
+
+    def finish(self) -> None:
+        """Raise InputError at the end of the input, if a bad line stops the run."""
+        if self.stops:
+            self._stop("in all of the input")
+
+    def _stop(self, where: str) -> NoReturn:
+        """Raise the error of all bad lines so far."""
+        lines, more = list(map(str, self._shown)), self.num_lines - len(self._shown)
+        fix = self._shown[0].fix
+        if self.num_lines > 1:
+            lines.append(f"{f'and {more:,} more: ' * bool(more)}{self.num_lines:,} bad lines {where}")
+            fixes = dict.fromkeys(bad.fix.removesuffix(", or correct the line") for bad in self._shown)
+            fix = ", ".join([one for one in fixes if not one.startswith("correct")] + ["correct the lines"])
+        fix += ", or skip such lines with --on-bad-line skip"
+        raise InputError("\n  ".join(lines), fix=fix)
 
     def num_bytes(self) -> int:
         """Flush the partial file and return its size."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from megatrain.data.preprocess.chat_template import ChatTemplate, TemplateSettings
-from megatrain.data.preprocess.documents import InvalidDocumentError, Row
+from megatrain.data.preprocess.documents import InvalidDocumentError, Row, kind_of
 
 PromptFormat = Literal["chatml", "nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"]
 Message = Mapping[str, Any]
@@ -142,8 +142,13 @@ _MESSAGE_KEYS: Final = ("tool_calls", "function_call", "reasoning_content", "rea
 
 def read_messages(row: Row, key: str) -> list[dict[str, Any]]:
     """Return the messages of a row under OpenAI's names. Raises InvalidDocumentError."""
-    found = next((row[name] for name in message_keys(key) if row.get(name) is not None), None)
-    if not isinstance(found, list) or not found:
+    name, found = next(
+        ((name, row[name]) for name in message_keys(key) if row.get(name) is not None), (key, None)
+    )
+    if found is not None and (not isinstance(found, list) or not found):
+        what = "an empty list" if found == [] else kind_of(found)
+        raise InvalidDocumentError(f"key {name!r} is {what}, not a list of messages")
+    if found is None:
         present = ", ".join(map(repr, list(row)[:8])) or "nothing"
         raise InvalidDocumentError(
             f"key {key!r} has no list of messages; the keys are {present}",

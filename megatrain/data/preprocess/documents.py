@@ -138,7 +138,7 @@ def parse_line(line: bytes) -> Row:
     except ValueError as error:  # a number of too many digits
         raise InvalidDocumentError(f"not usable JSON: {error}") from None
     if not isinstance(document, dict):
-        raise InvalidDocumentError(f"is {_kind(document)}, not an object")
+        raise InvalidDocumentError(f"is {kind_of(document)}, not an object")
     return document
 
 
@@ -169,7 +169,7 @@ def _sentences(document: Row, key: str) -> list[str]:
     sentences = value if isinstance(value, list) else [value]
     for sentence in sentences:
         if not isinstance(sentence, str):
-            kind = f"a list with {_kind(sentence)}" if isinstance(value, list) else _kind(value)
+            kind = f"a list with {kind_of(sentence)}" if isinstance(value, list) else kind_of(value)
             raise InvalidDocumentError(f"key {key!r} is {kind}, not a string or a list of strings")
         if not _is_encodable(sentence):
             raise InvalidDocumentError(
@@ -188,7 +188,8 @@ def _is_encodable(text: str) -> bool:
     return True
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Return the JSON type of a value, in words."""
     names = {
         bool: "a boolean",
         int: "a number",

@@ -130,7 +130,9 @@ class Outputs:
 
     def add(self, chunk: EncodedChunk) -> None:
         """Write the next chunk. Raises InputError for a bad line that stops the run."""
-        self.bad_lines.handle(chunk.bad_lines)
+        self.bad_lines.handle(chunk.bad_lines, bytes_read=chunk.end.bytes_read)
+        if self.bad_lines.stops:
+            return
         for output, part in zip(self.keys.values(), chunk.keys, strict=True):
             output.writer.add_documents(part.elements, part.lengths, part.sequences_per_document)
             output.largest_id = max(output.largest_id, part.largest_id)

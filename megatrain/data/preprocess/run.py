@@ -119,6 +119,7 @@ def preprocess(
                     for chunk in workers.map(chunks, size=_num_bytes, max_bytes=max_bytes):
                         outputs.add(chunk)
                         progress.add(chunk.num_documents, bytes_read=chunk.end.bytes_read)
+            outputs.bad_lines.finish()
             _require_tokens(outputs)
             outputs.finish(_description(settings, encoder, tokenizer, reader.files))
     _log_summary(progress, outputs)
@@ -373,9 +374,8 @@ def _log_summary(progress: Progress, outputs: Outputs) -> None:
     bad_lines = outputs.bad_lines
     if bad_lines.num_lines:
         file = f" to {bad_lines.path}" if bad_lines.has_quarantined else ""
-        log_to_stderr(
-            f"  {bad_lines.num_lines:,} bad lines were {'quarantined' if file else 'skipped'}{file}"
-        )
+        were = "line was" if bad_lines.num_lines == 1 else "lines were"
+        log_to_stderr(f"  {bad_lines.num_lines:,} bad {were} {'quarantined' if file else 'skipped'}{file}")
 
 
 class _StoppedError(BaseException):

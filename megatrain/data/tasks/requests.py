@@ -8,6 +8,7 @@ belong to the answer. A row longer than the model's context loses its first toke
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from megatrain.config.errors import InputError
+from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tasks.files import Task
-from megatrain.data.tokenizers.build import Tokenizer
+from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.parallel.batch import Batch
 
 _SHORTEST = 128
@@ -61,6 +63,12 @@ def requests_of(tasks: Sequence[Task], tokenizer: Tokenizer) -> list[Request]:
         for answer in one.answers
     ]
     return encode_pairs(pairs, tokenizer)
+
+
+@functools.lru_cache(maxsize=1)
+def requests_of_run(tasks: tuple[Task, ...], tokenizer: TokenizerConfig) -> tuple[Request, ...]:
+    """Tokenize the answers with the tokenizer of a run, once for the check of its start and for its evaluations."""
+    return tuple(requests_of(tasks, load_tokenizer(tokenizer)))
 
 
 def encode_pairs(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[Request]:

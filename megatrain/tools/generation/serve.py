@@ -152,7 +152,9 @@ def run(arguments: argparse.Namespace) -> int:
         engine = LeadingEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, messages, start)
         name = arguments.served_model_name or Path(arguments.load).resolve().name
         host, port = listener.getsockname()[:2]
-        process.note(f"model {name!r}: http://{f'[{host}]' if ':' in host else host}:{port}/v1/completions")
+        process.note(
+            f"model {name!r}: http://{f'[{host}]' if ':' in host else host}:{port}/v1/completions and /v1/chat/completions"
+        )
         if arguments.host not in _LOOPBACK:
             process.note(
                 "every host that can reach this address can use the server: it has no authentication"

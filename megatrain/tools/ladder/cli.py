@@ -6,7 +6,7 @@ write: flags of the target ─> FOLDER/NAME.yaml, FOLDER/run.sh     runs ─> co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -129,13 +129,13 @@ def fit_runs(arguments: argparse.Namespace) -> int:
     law = fit(points)
     _print_points(points, law)
     found = law.coefficients
-    print("L(N, D) = E + A / N^a + B / D^b, each with the 90 % interval of resampled runs:")
+    print("L(N, D) = E + A / N^a + B / D^b, each with its 90 % interval:")
     for name, (value, low, high) in found.items():
         print(f"  {name} = {value:.4g}  ({low:.4g} to {high:.4g})")
     target = None
     if wanted[0] is not None:
         target = Target(*wanted, *law.predict(*wanted))
-        _print_target(law, target, points)
+        _print_target(law, target, points, found)
     _draw(arguments, points, law, target, "Final losses and the fitted law, E + A / N^a + B / D^b")
     return 0
 
@@ -158,17 +158,19 @@ def _print_points(points: Sequence[Point], law: Law | None) -> None:
         + ("" if law is None else f" {'law':>9}")
     )
     for point in sorted(points, key=lambda one: (one.parameters, one.tokens)):
-        fitted = "" if law is None else f" {law.losses(point.parameters, point.tokens)[0]:>9.4f}"
+        fitted = "" if law is None else f" {law.loss(point.parameters, point.tokens):>9.4f}"
         ratio = point.tokens / point.parameters
         print(
             f"{point.name:<28} {point.parameters:>14,} {point.tokens:>16,} {ratio:>9.3g} {point.loss:>9.4f}{fitted}"
         )
 
 
-def _print_target(law: Law, target: Target, points: Sequence[Point]) -> None:
+def _print_target(
+    law: Law, target: Target, points: Sequence[Point], found: Mapping[str, tuple[float, ...]]
+) -> None:
     print(
         f"predicted loss of {short(target.parameters)} parameters on {short(target.tokens)} tokens: {target.loss:.4f}"
-        f"  (90 % of resampled runs: {target.low:.4f} to {target.high:.4f})"
+        f"  (90 % interval: {target.low:.4f} to {target.high:.4f})"
     )
     farther = max(
         target.parameters / max(p.parameters for p in points), target.tokens / max(p.tokens for p in points)
@@ -178,8 +180,7 @@ def _print_target(law: Law, target: Target, points: Sequence[Point]) -> None:
             f"note: the target is {farther:,.0f} times as large as the largest run: the interval covers the noise of the runs, not"
             " whether the law holds that far"
         )
-    _, (a, *_), (b, *_) = (law.coefficients[name] for name in ("E", "a", "b"))
-    if a > 0 and b > 0:
+    if found["a"][0] > 0 and found["b"][0] > 0:
         size, tokens = law.best_size(6 * target.parameters * target.tokens)
         print(f"least loss for its FLOPs: {short(size)} parameters on {short(tokens)} tokens")
 

@@ -95,7 +95,7 @@ def _sizes(points: Sequence[Point], law: Law | None, axes: _Axes) -> Iterator[st
         curve = [(6.0 * size * point.tokens, point.loss) for point in own]
         if law is not None:
             tokens = np.geomspace(own[0].tokens, own[-1].tokens, 40)
-            curve = [(6 * size * float(count), float(law.losses(size, count)[0])) for count in tokens]
+            curve = [(6 * size * float(count), law.loss(size, count)) for count in tokens]
         path = " ".join(f"{axes.x(flops):.1f},{axes.y(loss):.1f}" for flops, loss in curve)
         yield f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>'
         for point in own:

@@ -34,7 +34,7 @@ from megatrain.data.preprocess.raw_text import RawText, is_text
 from megatrain.data.samples.data_schedule import read_data_schedule
 from megatrain.data.samples.sources import blends_from_config, flags_of_blends, inspect_datasets, used_eod
 from megatrain.data.tasks.files import read_tasks
-from megatrain.data.tasks.requests import requests_of
+from megatrain.data.tasks.requests import requests_of_run
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.mask_tokens import mask_vocabulary
 from megatrain.training.launch.hf_folder import described_settings
@@ -303,7 +303,7 @@ def _tokenizer_facts(request: Request) -> dict[str, Any]:
     tokenizer = load_tokenizer(config)
     tasks = request.known("training.eval_tasks")
     if tasks:
-        requests_of(read_tasks(tasks, request.known("training.eval_tasks_limit")), tokenizer)
+        requests_of_run(tuple(read_tasks(tasks, request.known("training.eval_tasks_limit"))), config)
     family = request.known("model.model_family")
     if family in MASKED_FAMILIES and not request.known("data.mock_data"):
         mask_vocabulary(tokenizer, needs_sentinels=family == "t5")

@@ -22,12 +22,11 @@ from megatrain.data.tasks.requests import (
     Round,
     Score,
     batch_of,
-    requests_of,
+    requests_of_run,
     round_scores,
     rounds,
     task_metrics,
 )
-from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.model.families.token_scores import BatchScores, noted_scores
 from megatrain.model.head import Head
 from megatrain.parallel.collectives import all_reduce
@@ -40,10 +39,10 @@ class TaskEvaluation:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.grid, self.tasks = engine, engine.grid, list[Task]()
-        config, requests = engine.plan.config, list[Request]()
+        config, requests = engine.plan.config, tuple[Request, ...]()
         if self.grid.rank == 0:
             self.tasks = read_tasks(config.training.eval_tasks, config.training.eval_tasks_limit)
-            requests = requests_of(self.tasks, load_tokenizer(config.tokenizer))
+            requests = requests_of_run(tuple(self.tasks), config.tokenizer)
         self.requests = self._from_main(requests)
 
     def _from_main(self, requests: Sequence[Request]) -> list[Request]:

@@ -120,6 +120,9 @@ COMMANDS = {
     "an unknown tokenizer": ("--tokenizer-type NullTokeniser", "--tokenizer-type NullTokenizer", ""),
     "no parity": ("--require-parity --num-experts 4 --moe-router-load-balancing-type global_aux_loss", None, ""),
     "a huge split": (f"--split {'9' * 400} --data-path d --tokenizer-type NullTokenizer", "--data-path d --tokenizer-type NullTokenizer", "--mock-data"),
+    "adapters of experts": ("--lora-rank 4 --num-experts 4", "--num-experts 4", ""),
+    "adapters of no layer": ("--lora-rank 4 --lora-target-modules gate_proj", None, "--swiglu"),
+    "a choice that is not supported": ("--optimizer soap", "--optimizer adam", ""),
     "no file": ("--config /nonexistent/a.yaml", "", ""),
 }  # fmt: skip
 
@@ -139,6 +142,7 @@ YAML = {
     "a boolean": ("--config", "model: {spec: true}\n", "model: {num_layers: 4}\n"),
     "a list as a name": ("--config", "model: {[1]: 4}\n", "model: {num_layers: 4}\n"),
     "twice": ("--config", "model: {num_layers: 4, num_layers: 4}\n", "model: {num_layers: 4}\n"),
+    "flat and in its section": ("--config", "model: {num_layers: 4}\nnum_layers: 4\n", "model: {num_layers: 4}\n"),
     "a scalar section": ("--config", "model: 3\n", "model: {num_layers: 4}\n"),
     "invalid": ("--config", "model: {\n", "model: {num_layers: 4}\n"),
     "no mapping of Megatron-LM's": ("--yaml-cfg", "- 1\n", "num_layers: 4\n"),

@@ -346,6 +346,54 @@ def test_the_first_fix_leads_to_a_run_that_resolves(arguments_of, name):
     assert (end, len(steps)) == ("resolves", 1), steps
 
 
+TYPED = [
+    ("micro_batch_size: 2, global_batch_size: 4", "--micro-batch-size 8", Facts(world_size=4), "use --micro-batch-size 1"),
+    ("micro_batch_size: 8", "--global-batch-size 4", Facts(world_size=4), "use --global-batch-size 32"),
+    ("micro_batch_size: 2, global_batch_size: 6", "--micro-batch-size 8", Facts(world_size=4),
+     "use --micro-batch-size 2 --global-batch-size 8"),
+    ("global_batch_size: 4", "--eval-micro-batch-size 3", None, "use --eval-micro-batch-size 2"),
+    ("eval_micro_batch_size: 4", "--global-batch-size 8 --eval-global-batch-size 6", None, "use --eval-global-batch-size 8"),
+    ("hidden_size: 96, num_attention_heads: 6", "--global-batch-size 2 --tensor-model-parallel-size 4", Facts(world_size=4),
+     "use --tensor-model-parallel-size 2 --micro-batch-size 1"),
+    ("tensor_model_parallel_size: 4", "--num-attention-heads 6 --hidden-size 96", Facts(world_size=4),
+     "use --num-attention-heads 8"),
+    ("hidden_size: 96", "--num-attention-heads 5", None, "use --num-attention-heads 6"),
+    ("num_attention_heads: 4", "--hidden-size 98", None, "use --hidden-size 104"),
+    ("num_layers: 4", "--pipeline-model-parallel-size 8", Facts(world_size=8), "use --pipeline-model-parallel-size 4"),
+    ("pipeline_model_parallel_size: 8", "--num-layers 4", Facts(world_size=8), "use --num-layers 8"),
+    ("tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, seq_length: 96", "--context-parallel-size 3", Facts(world_size=8),
+     "use --context-parallel-size 2"),
+    ("seq_length: 100", "--context-parallel-size 4", Facts(world_size=4), "use --context-parallel-size 2"),
+    ("context_parallel_size: 4", "--seq-length 100", Facts(world_size=4), "use --seq-length 104"),
+    ("min_lr: 1.0e-4", "--lr 1e-5", None, "use --lr 0.0001"),
+    ("lr: 1.0e-4", "--min-lr 1e-3", None, "use --min-lr 0.0001"),
+    ("train_iters: 10", "--train-samples 100", None, "remove --train-samples"),
+    ("train_samples: 100", "--train-iters 10", None, "remove --train-iters"),
+    ("rampup_batch_size: [4, 4, 90], train_samples: 99", "--global-batch-size 10", None, "use --global-batch-size 12"),
+    ("global_batch_size: 10, train_samples: 99", "--rampup-batch-size 4 4 90", None, "use --rampup-batch-size 4 2 90"),
+]  # fmt: skip
+"""Settings of a YAML file, flags that are typed, and the first words of the fix."""
+
+
+def test_a_fix_says_where_a_yaml_file_has_what_is_to_go(arguments_of, tmp_path):
+    (tmp_path / "run.yaml").write_text("training:\n  train_iters: 10\n")
+    given = ["--config", str(tmp_path / "run.yaml"), *arguments_of("--train-samples 99", "--train-iters")]
+    (fix,) = [problem.fix for problem in problems_of(given, Facts())]
+    assert fix == f"remove --train-samples, or --train-iters ({tmp_path}/run.yaml:2)"
+
+
+@pytest.mark.parametrize(("yaml", "typed", "facts", "first"), TYPED)
+def test_a_fix_begins_with_what_the_user_typed(arguments_of, tmp_path, yaml, typed, facts, first):
+    names = re.findall(r"(\w+):", yaml)
+    without = {f"--{name.replace('_', '-')}" for name in names} | set(re.findall(r"--[\w-]+", typed))
+    without |= {"--train-iters"} if "train_samples" in yaml else set()
+    (tmp_path / "run.yaml").write_text(f"{{{yaml}}}")
+    given = ["--config", str(tmp_path / "run.yaml"), *arguments_of(typed, " ".join(without))]
+    fixes = [problem.fix for problem in problems_of(given, facts or Facts())]
+    assert fixes
+    assert all(re.match(rf"{first}\b", fix) for fix in fixes), fixes
+
+
 @pytest.mark.parametrize(
     ("fix", "expected"),
     [

@@ -130,7 +130,9 @@ ROWS = {
     '{"messages": [{"role": "user", "content": 1}]}': "the content of message 1 is not a string, a list of parts",
     '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "a message has a part of type image",
     '{"messages": [{"role": "assistant", "content": "\\ud800"}]}': "the conversation contains half of a surrogate",
-    '{"conversations": []}': "key 'messages' has no list of messages; the keys are 'conversations'",
+    '{"conversations": []}': "key 'conversations' is an empty list, not a list of messages",
+    '{"messages": "hello"}': "key 'messages' is a string, not a list of messages",
+    '{"text": "hello"}': "key 'messages' has no list of messages; the keys are 'text'",
     '{"messages": [{"role": "user", "content": "1"}]}': "the conversation has no text of the assistant",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "rejected by the tokenizer",
 }

@@ -167,6 +167,35 @@ def test_a_bad_line_stops_the_run_and_leaves_no_files(tmp_path, capsys, bad):
     assert list(tmp_path.iterdir()) == [source]
 
 
+def test_a_run_that_stops_shows_ten_bad_lines_of_all_chunks_and_counts_them(tmp_path, capsys, monkeypatch):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"text": "1"}\nbad\n' * 24)
+    arguments = {"prefix": tmp_path / "out", "chunk_bytes": 30}
+    assert run("--input", source, *NULL, **arguments) == 2
+    message = capsys.readouterr().err
+    shown = [f"{source}:{number}: not JSON: Expecting value at column 1\n" for number in range(2, 21, 2)]
+    assert message.startswith(
+        f"error: {'  '.join(shown)}  and 14 more: 24 bad lines in all of the input\n  fix: "
+    )
+    assert "fix: correct the lines, or skip such lines with --on-bad-line skip" in message
+    monkeypatch.setattr("megatrain.data.preprocess.bad_lines._LOOK_ON_BYTES", 100)
+    assert run("--input", source, *NULL, **arguments) == 2
+    (count,) = re.findall(r"(\d+) bad lines so far; reading ended", capsys.readouterr().err)
+    assert int(count) < 24
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_documents_before_a_bad_line_are_kept_for_a_run_that_skips_it(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"text": "1"}\n' * 9 + b'bad\n{"text": "2"}\n')
+    assert run("--input", source, *NULL, prefix=tmp_path / "out", chunk_bytes=30, journal_seconds=0) == 2
+    assert "8 documents are done and kept" in capsys.readouterr().err
+    assert run("--input", source, *NULL, "--on-bad-line", "skip", prefix=tmp_path / "out") == 0
+    assert "resuming" in (printed := capsys.readouterr().err)
+    assert "1 bad line was skipped\n" in printed
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 10
+
+
 def test_bad_lines_can_be_skipped(tmp_path, capsys):
     source = tmp_path / "in.jsonl"
     good = b'{"text": "1"}\n'
@@ -405,9 +434,9 @@ def test_a_quarantine_file_of_an_earlier_run_is_removed(tmp_path, capsys):
     source.write_text('bad\n{"text": "1"}\n')
     arguments = ["--input", source, *NULL, "--on-bad-line"]
     assert run(*arguments, "quarantine", prefix=tmp_path / "out") == 0
-    assert "1 bad lines were quarantined to " in capsys.readouterr().err
+    assert "1 bad line was quarantined to " in capsys.readouterr().err
     assert run(*arguments, "skip", prefix=tmp_path / "out") == 0
-    assert "1 bad lines were skipped\n" in capsys.readouterr().err
+    assert "1 bad line was skipped\n" in capsys.readouterr().err
     assert not (tmp_path / "out.bad_lines.jsonl").exists(), "it described other data"
 
 

@@ -134,8 +134,8 @@ def test_a_bad_row_is_named_by_its_number(tmp_path, capsys):
     arguments = ["--input", path, *NULL]
     assert run(*arguments, prefix=tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert f"1. {path}:row 3: key 'text' is null" in error
-    assert f"2. {path}:row 4: " in error
+    assert error.startswith(f"error: {path}:row 3: key 'text' is null")
+    assert f"\n  {path}:row 4: " in error
     assert run(*arguments, "--on-bad-line", "quarantine", prefix=tmp_path / "out") == 0
     entries = [json.loads(line) for line in (tmp_path / "out.bad_lines.jsonl").read_text().splitlines()]
     assert [entry["row"] for entry in entries] == [3, 4]

@@ -11,6 +11,7 @@ from tiny_tokenizers import gpt2_files
 
 import pretrain
 from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.tasks import requests
 from megatrain.data.tasks.files import read_tasks
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.tools.main import main
@@ -101,6 +102,17 @@ def test_training_is_not_changed_and_all_logs_have_the_scores(folder: Path, run:
     curves = accumulator.EventAccumulator(str(folder / "curves"))
     curves.Reload()
     assert [point.step for point in curves.Scalars("accuracy task-animals")] == [2, 4, 6]
+
+
+def test_the_documents_of_a_run_are_tokenized_once(
+    folder: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize, tokenized = requests.requests_of, []
+    monkeypatch.setattr(requests, "requests_of", lambda *given: tokenized.append(given) or tokenize(*given))
+    requests.requests_of_run.cache_clear()
+    words = f"--eval-only --load {run} --eval-tasks {folder}/tasks --metrics-file {folder}/once.jsonl --device cpu"
+    assert pretrain.main(words.split()) == 0
+    assert len(tokenized) == 1
 
 
 def bytes_per_token(folder: Path) -> float:
