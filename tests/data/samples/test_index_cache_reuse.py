@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from damaged_pairs import VOCAB, write_pair
+from everyday import nightly
 
 from megatrain.config.derive.datasets import Blend
 from megatrain.config.errors import InputError
@@ -190,7 +191,8 @@ for line in sys.stdin:
 """
 
 
-def test_two_jobs_may_build_the_same_index(tmp_path):
+@pytest.mark.parametrize("num_races", [10, nightly(200)])
+def test_two_jobs_may_build_the_same_index(tmp_path, num_races):
     """Each seed is a race: both processes find no file, build the index and store it."""
     command = [sys.executable, "-c", RACER, str(tmp_path / "cache")]
     racers = [
@@ -198,7 +200,7 @@ def test_two_jobs_may_build_the_same_index(tmp_path):
         for _ in range(2)
     ]
     assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * 2
-    for seed in range(10):
+    for seed in range(num_races):
         for racer in racers:
             racer.stdin.write(f"{seed}\n")
             racer.stdin.flush()
@@ -208,7 +210,7 @@ def test_two_jobs_may_build_the_same_index(tmp_path):
     for racer in racers:
         racer.communicate()
         assert racer.returncode == 0
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".index"] * 10
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".index"] * num_races
 
 
 def blended(prefixes, folder, weights=(0.3, 0.7), num_samples=60, **options):
