@@ -268,7 +268,7 @@ def parse_steps(
         steps[start] = _number(size, given)
     if 0 not in steps:
         raise ConfigError(
-            f"{given}: no threshold is 0", fix=f"start with a {value} at 0, such as '0:{example}'"
+            f"{given}: no threshold is 0", fix=f"use {flag} '0:{steps[min(steps)]},{text.strip()}'"
         )
     if not all(steps.values()):
         raise ConfigError(f"{given}: a {value} is 0", fix=f"use a {value} above 0")
