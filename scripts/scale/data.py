@@ -32,16 +32,16 @@ BLOCK = 10_000_000
 """Documents that are made at once."""
 
 
-def make(prefix: Path, documents: int) -> None:
-    """Write a dataset whose tokens are zeros that take no space."""
+def make(prefix: Path, documents: int, seed: int) -> None:
+    """Write a dataset whose tokens are zeros that take no space; datasets of one seed would share an index."""
     blocks = [range(start, min(start + BLOCK, documents)) for start in range(0, documents, BLOCK)]
     num_tokens = 0
     with prefix.with_suffix(".idx").open("wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, UINT16, documents, documents + 1))
         for block in blocks:
-            _lengths(block).tofile(file)
+            _lengths(block, seed).tofile(file)
         for block in blocks:
-            ends = np.cumsum(_lengths(block), dtype=np.int64) + num_tokens
+            ends = np.cumsum(_lengths(block, seed), dtype=np.int64) + num_tokens
             (2 * np.concatenate(([num_tokens], ends[:-1]))).tofile(file)
             num_tokens = int(ends[-1])
         for block in blocks:
@@ -51,8 +51,8 @@ def make(prefix: Path, documents: int) -> None:
         file.truncate(2 * num_tokens)
 
 
-def _lengths(block: range) -> npt.NDArray[np.int32]:
-    return np.random.default_rng(block.start).integers(1, 2 * DOCUMENT_TOKENS, len(block), np.int32)
+def _lengths(block: range, seed: int) -> npt.NDArray[np.int32]:
+    return np.random.default_rng((seed, block.start)).integers(1, 2 * DOCUMENT_TOKENS, len(block), np.int32)
 
 
 def start(folder: Path, samples: int, share: Share = EVERYTHING) -> dict[str, float]:
@@ -100,7 +100,7 @@ def main() -> None:
         return
     with TemporaryDirectory() as name:
         for number in range(arguments.datasets):
-            make(Path(name) / f"set_{number:05d}", arguments.documents)
+            make(Path(name) / f"set_{number:05d}", arguments.documents, number)
         words = [sys.executable, __file__, "--start", name, "--samples", str(arguments.samples)]
         cold = [(number, arguments.processes) for number in range(arguments.processes)]
         for what, shares in (("facts", [(1, 1)]), ("cold", cold), ("blend", [(0, 1)]), ("warm", [(0, 1)])):

@@ -238,6 +238,14 @@ def test_a_cached_blend_equals_an_uncached_one(cached, prefixes, tmp_path):
     assert kinds == ["blend", "gpt", "gpt"]
 
 
+def test_a_large_index_is_announced_when_it_is_built(cached, prefixes, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatrain.data.samples.build._MANY_ROWS", 1)
+    said = []
+    for _ in range(2):
+        blended(prefixes, tmp_path / "cache", log=said.append)
+    assert [line.split(" of ")[0] for line in said] == ["building the index"] * 2, said
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"weights": (0.7, 0.3)}, {"weights": (0.3, 0.69)}, {"weights": None}, {"num_samples": 50}],
