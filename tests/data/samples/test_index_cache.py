@@ -43,6 +43,14 @@ class Cache(IndexCache):
         return self.get_or_build("kind", key, build)
 
 
+def test_what_was_built_is_mapped_from_its_file(tmp_path):
+    cache = Cache(tmp_path)
+    found = cache.get()
+    assert cache.built == 1
+    assert not any(array.flags.owndata or array.flags.writeable for array in found.values())
+    check_equal(found)
+
+
 def check_equal(found, expected=ARRAYS):
     assert list(found) == list(expected)
     for name, array in expected.items():
