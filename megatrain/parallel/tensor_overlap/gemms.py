@@ -72,17 +72,16 @@ def gemm_reduce_scatter(
     Args:
         returns_partial_sums: return the terms, [size, n, ..., o], without their sum; the third send after this one overwrites them.
     """
-    rows, shape = x.unflatten(0, (peers.group.size, -1)).flatten(1, -2).unbind(), (-1, *x.shape[1:-1])
+    size, own = peers.group.size, peers.group.rank
+    rows, shape = x.unflatten(0, (size, -1)).flatten(1, -2).unbind(), (-1, *x.shape[1:-1], weight.shape[1])
     received = peers.send((rank, torch.matmul(rows[rank], weight)) for rank in peers.peers)
     if returns_partial_sums:
-        torch.matmul(rows[peers.group.rank], weight, out=received.parts[peers.group.rank])
+        torch.matmul(rows[own], weight, out=received.parts[own])
         received.wait()
-        return received.parts.unflatten(
-            1, shape
-        ).detach()  # detached, it is no view of the slots for autograd
-    local = torch.matmul(rows[peers.group.rank], weight)
+        return received.parts.view(size, *shape).detach()  # detached, it is no view of the slots for autograd
+    local = torch.matmul(rows[own], weight)
     _sum_into(local, local, received, peers)
-    return local.unflatten(0, shape)
+    return local.view(shape)
 
 
 def begin_reduction(x: Tensor, peers: PeerMemory, term: PendingTerm | None = None) -> tuple[Tensor, Transfer]:
