@@ -3,7 +3,7 @@
 
     python3 scripts/fault_bench.py                                      all classes in full
     python3 scripts/fault_bench.py --classes E C --count 200 --seed 1   200 cases each of two classes
-    python3 scripts/fault_bench.py --output faults.jsonl                append to a file; again: go on after an interruption
+    python3 scripts/fault_bench.py --output faults.jsonl                append to a file; again: resume after an interruption
     python3 scripts/fault_bench.py --mutants                            faulty copies of the program: each must be caught
 
 The exit code is 1 if a case fails, or a mutant is not caught. docs/reliability.md describes the classes. Volumes that fill up need the right
