@@ -160,8 +160,9 @@ def build_index(
 
 def _build_document_index(sequence_range: range, epochs: Epochs, random: np.random.RandomState) -> Integers:
     dtype = np.dtype(np.int32 if sequence_range.stop <= np.iinfo(np.int32).max else np.int64)
-    order: Integers = np.empty(epochs.count * len(sequence_range), dtype)
-    order.reshape(epochs.count, -1)[:] = np.arange(sequence_range.start, sequence_range.stop, dtype=dtype)
+    order: Integers = np.arange(sequence_range.start, sequence_range.stop, dtype=dtype)
+    if epochs.count > 1:
+        order = np.tile(order, epochs.count)
     for part in _shuffled_together(order, (epochs.count - 1) * len(sequence_range), epochs):
         random.shuffle(part)
     return order
