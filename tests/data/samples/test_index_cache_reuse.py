@@ -154,6 +154,7 @@ def test_a_file_half_written_by_a_killed_job_is_rebuilt(cached):
     assert len(cached.logged) == 1
 
 
+@pytest.mark.usefixtures("without_fsync")
 def test_flipped_bytes_never_give_a_wrong_index(cached):
     cached()
     file = only_file(cached.folder)
@@ -191,7 +192,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.parametrize("num_races", [10, nightly(200)])
+@pytest.mark.parametrize("num_races", [10, nightly(100)])
 def test_two_jobs_may_build_the_same_index(tmp_path, num_races):
     """Each seed is a race: both processes find no file, build the index and store it."""
     command = [sys.executable, "-c", RACER, str(tmp_path / "cache")]
