@@ -3,10 +3,12 @@
 
     python3 scripts/fault_bench.py                                      all classes in full
     python3 scripts/fault_bench.py --classes E C --count 200 --seed 1   200 cases each of two classes
+    python3 scripts/fault_bench.py --output faults.jsonl                append to a file; again: resume after an interruption
     python3 scripts/fault_bench.py --mutants                            faulty copies of the program: each must be caught
 
 The exit code is 1 if a case fails, or a mutant is not caught. docs/reliability.md describes the classes. Volumes that fill up need the right
-to mount file systems; without it their cases are skipped, and counted as such.
+to mount file systems; without it their cases are skipped, and counted as such. With `--output`, cases that have passed with this code and
+seed do not run again, except in K, E and C, whose cases are drawn at random.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 Task = tuple[str, int, dict[str, Any]]
 """Class, number of cases, and options of the function that makes them."""
+Line = dict[str, Any]
+"""A case with the seed and the code that it belongs to, as in the JSON lines."""
+SECONDS_OF_PROGRESS = 60.0
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -49,7 +54,9 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="cases of each class, or number of mutants; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of random choices, default 0")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, default: all cores")
-    parser.add_argument("--output", type=Path, help="file of the JSON lines, default: standard output")
+    parser.add_argument(
+        "--output", type=Path, help="file to which JSON lines are appended, default: standard output"
+    )
     parser.add_argument(
         "--folder", type=Path, help="folder of the checkpoints, default: in memory (/dev/shm)"
     )
@@ -59,23 +66,27 @@ def parsed_arguments() -> argparse.Namespace:
 
 def run_classes(arguments: argparse.Namespace, folder: Path) -> int:
     """Run the classes in forked processes, and print the table."""
+    from faults.case import PASSED, Case
     from faults.classes import CLASSES
 
+    from megatrain.training.launch.agreement import identity
+
     start = time.monotonic()
-    lines = folder / "cases.jsonl"
-    lines.touch()
+    run = {"seed": arguments.seed, "by": identity()}
+    lines = arguments.output or folder / "cases.jsonl"
+    for line in _kept_lines(lines, arguments.classes, run):
+        if line["kind"] in arguments.classes:
+            PASSED[line["kind"], line["name"]] = Case(**{name: line[name] for name in Case.__annotations__})
+    print(f"{len(PASSED)} cases have passed before", file=sys.stderr)
     tasks = [
         task
         for kind in CLASSES
         if kind in arguments.classes
         for task in _tasks_of(kind, arguments.count, arguments.seed, arguments.jobs)
     ]
-    num_failed = _run_tasks(tasks, arguments.jobs, folder, lines)
-    cases = [json.loads(line) for line in lines.read_text().splitlines()]
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(lines.read_text())
-    else:
+    num_failed = _run_tasks(tasks, arguments, folder, lines, run)
+    cases = [case for case in _read_lines(lines) if case["kind"] in arguments.classes]
+    if arguments.output is None:
         sys.stdout.write(lines.read_text())
     print(f"\n{table(cases)}\n{time.monotonic() - start:.0f} s with {arguments.jobs} processes")
     for case in (case for case in cases if case["problem"]):
@@ -83,6 +94,29 @@ def run_classes(arguments: argparse.Namespace, folder: Path) -> int:
     if num_failed:
         print(f"{num_failed} processes of the bench ended before their last case")
     return 1 if num_failed or any(case["problem"] for case in cases) else 0
+
+
+def _kept_lines(path: Path, classes: Sequence[str], run: Line) -> list[Line]:
+    """Remove the lines of `classes` whose cases must run again from a file; return the others."""
+    from faults.classes import RANDOM
+
+    def is_kept(line: Line) -> bool:
+        is_same = line["kind"] not in RANDOM and {name: line[name] for name in run} == run
+        has_passed = line["problem"] is None and not line["outcome"].startswith("skipped")
+        return line["kind"] not in classes or (is_same and has_passed)
+
+    kept = list(filter(is_kept, _read_lines(path)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    new.replace(path)
+    return kept
+
+
+def _read_lines(path: Path) -> list[Line]:
+    """Return the whole lines of a file; it may be missing, and another process may write its last line."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _tasks_of(kind: str, count: int | None, seed: int, num_jobs: int) -> Iterator[Task]:
@@ -98,23 +132,31 @@ def _tasks_of(kind: str, count: int | None, seed: int, num_jobs: int) -> Iterato
             yield kind, share, own
 
 
-def _run_tasks(tasks: list[Task], num_jobs: int, folder: Path, lines: Path) -> int:
-    """Run tasks, each in a process; return how many processes failed."""
+def _run_tasks(tasks: list[Task], arguments: argparse.Namespace, folder: Path, lines: Path, run: Line) -> int:
+    """Run tasks, each in a process, and report progress; return how many processes failed."""
     waiting, num_running, num_failed = list(enumerate(tasks)), 0, 0
+    reported = time.monotonic()
     while waiting or num_running:
-        while waiting and num_running < num_jobs:
+        while waiting and num_running < arguments.jobs:
             number, task = waiting.pop(0)
             if os.fork() == 0:
-                _run_task(*task, folder / str(number), lines)
+                _run_task(*task, folder / str(number), lines, run)
             num_running += 1
-        _, status = os.wait()
-        num_running -= 1
+        process, status = os.waitpid(-1, os.WNOHANG)
+        num_running -= process != 0
         num_failed += status != 0
+        if process == 0:
+            time.sleep(0.2)
+        if time.monotonic() - reported > SECONDS_OF_PROGRESS:
+            reported = time.monotonic()
+            counts = Counter(line["kind"] for line in _read_lines(lines))
+            print(time.strftime("%H:%M"), *(f"{kind} {n}" for kind, n in counts.items()), file=sys.stderr)
     return num_failed
 
 
-def _run_task(kind: str, count: int, options: dict[str, Any], folder: Path, lines: Path) -> None:
+def _run_task(kind: str, count: int, options: dict[str, Any], folder: Path, lines: Path, run: Line) -> None:
     """Run the cases of a task in this forked process, and append a line for each."""
+    from faults.case import PASSED
     from faults.classes import CLASSES
 
     code = 1
@@ -123,7 +165,11 @@ def _run_task(kind: str, count: int, options: dict[str, Any], folder: Path, line
         with lines.open("a", buffering=1) as file, (folder.parent / f"{folder.name}.log").open("w") as log:
             os.dup2(log.fileno(), 1)  # the output of runs
             for case in CLASSES[kind](count, folder, **options):
-                file.write(json.dumps(dataclasses.asdict(case)) + "\n")
+                if (case.kind, case.name) in PASSED:
+                    continue
+                file.write(json.dumps(dataclasses.asdict(case) | run) + "\n")
+                if case.problem:
+                    print(f"FAILED {case.kind} {case.name}: {case.problem}", file=sys.stderr)
         code = 0
     except Exception:  # noqa: BLE001 (the parent counts it)
         import traceback

@@ -1,4 +1,5 @@
-"""Start of a rank's data: `python scripts/scale/data.py --documents 10000000 --datasets 1`, with datasets of sparse files.
+"""Start of a rank's data: `python scripts/scale/data.py --documents 10000000 --datasets 1`, with datasets of sparse files; `TMPDIR` has
+24 bytes a document, and more with several epochs.
 
 `facts` reads all of `.idx`, as rank 0 does first, and builds nothing; `cold` computes the index, shared by `--processes` as by the ranks
 of a run; `warm` is every later start and every other rank: it opens the files, compares their digests with those of rank 0, and maps index
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import numpy.typing as npt
 
 from megatrain.config.derive.datasets import Blend
 from megatrain.data.indexed.reader import HEADER, MAGIC, VERSION
@@ -27,19 +28,31 @@ from megatrain.data.samples.index_cache import EVERYTHING, NotCachedError, Share
 from megatrain.data.samples.sources import inspect_datasets
 
 UINT16, DOCUMENT_TOKENS, SEQ_LENGTH = 8, 625, 8192
+BLOCK = 10_000_000
+"""Documents that are made at once."""
 
 
-def make(prefix: Path, documents: int) -> None:
-    """Write a dataset whose tokens are zeros that take no space."""
-    lengths = np.random.default_rng(1).integers(1, 2 * DOCUMENT_TOKENS, documents, np.int32)
-    ends = np.cumsum(lengths, dtype=np.int64)
+def make(prefix: Path, documents: int, seed: int) -> None:
+    """Write a dataset whose tokens are zeros that take no space; datasets of one seed would share an index."""
+    blocks = [range(start, min(start + BLOCK, documents)) for start in range(0, documents, BLOCK)]
+    num_tokens = 0
     with prefix.with_suffix(".idx").open("wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, UINT16, documents, documents + 1))
-        lengths.tofile(file)
-        (2 * np.concatenate(([0], ends[:-1]))).tofile(file)
-        np.arange(documents + 1, dtype=np.int64).tofile(file)
+        for block in blocks:
+            _lengths(block, seed).tofile(file)
+        for block in blocks:
+            ends = np.cumsum(_lengths(block, seed), dtype=np.int64) + num_tokens
+            (2 * np.concatenate(([num_tokens], ends[:-1]))).tofile(file)
+            num_tokens = int(ends[-1])
+        for block in blocks:
+            np.arange(block.start, block.stop, dtype=np.int64).tofile(file)
+        np.array([documents], np.int64).tofile(file)
     with prefix.with_suffix(".bin").open("wb") as file:
-        file.truncate(2 * int(ends[-1]))
+        file.truncate(2 * num_tokens)
+
+
+def _lengths(block: range, seed: int) -> npt.NDArray[np.int32]:
+    return np.random.default_rng((seed, block.start)).integers(1, 2 * DOCUMENT_TOKENS, len(block), np.int32)
 
 
 def start(folder: Path, samples: int, share: Share = EVERYTHING) -> dict[str, float]:
@@ -61,8 +74,14 @@ def start(folder: Path, samples: int, share: Share = EVERYTHING) -> dict[str, fl
         "inspect": inspected - before,
         "build": time.perf_counter() - inspected,
         "processor": time.process_time() - processor,
-        "largest MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "largest MB": _largest_bytes() / 1e6,
     }
+
+
+def _largest_bytes() -> int:
+    """Return the most memory that this process had, with mapped pages; `getrusage` counts that of its parent too."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def main() -> None:
@@ -81,7 +100,7 @@ def main() -> None:
         return
     with TemporaryDirectory() as name:
         for number in range(arguments.datasets):
-            make(Path(name) / f"set_{number:05d}", arguments.documents)
+            make(Path(name) / f"set_{number:05d}", arguments.documents, number)
         words = [sys.executable, __file__, "--start", name, "--samples", str(arguments.samples)]
         cold = [(number, arguments.processes) for number in range(arguments.processes)]
         for what, shares in (("facts", [(1, 1)]), ("cold", cold), ("blend", [(0, 1)]), ("warm", [(0, 1)])):

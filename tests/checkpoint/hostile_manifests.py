@@ -11,9 +11,10 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from megatrain.config.schema.lr_decay import LrDecay
 from megatrain.config.schema.tree import settings
 
 Path = tuple[str | int, ...]
@@ -27,6 +28,10 @@ NULLABLE = {
     *(("state", "data_plans", split, 0) for split in ("train", "valid", "test")),
 }
 NEGATIVE = {("state", "loss_scale", "patience")}
+CAME_LATER = {"lr_decay_digest", *(entry.name for entry in fields(LrDecay))}
+"""Values of a schedule that older checkpoints lack."""
+LISTS = {(setting.section, setting.name): setting.kind for setting in settings() if setting.is_list}
+"""Types of the entries of settings that are lists."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def _wrong_values(path: Path, value: Any) -> Iterator[tuple[str, Any, bool]]:
     is_count = isinstance(value, int) and is_number and not (is_of_config or "schedule" in path)
     is_other_kind = path[-2:-1] == ("kinds",) and path[-1] != "weight"  # another optimizer may lack it
     may_lack = (is_of_config and len(path) > 1) or path == ("state", "amax_history")  # without delayed scales
+    may_lack |= path[:-1] == ("state", "schedule") and path[-1] in CAME_LATER
+    of_list = LISTS.get(path[1:]) if is_of_config else None  # versions before had one value instead
     is_entry = path[:-1] in (
         ("state", "expert_biases"),
         ("state", "amax_history"),
@@ -122,9 +129,10 @@ def _wrong_values(path: Path, value: Any) -> Iterator[tuple[str, Any, bool]]:
     yield "null", None, not (value is None or (is_of_config and len(path) == 3) or path in NULLABLE)
     others = {"object": {"a": 1}, "list": [{}], "text": "7", "number": 0.5, "flag": True}
     for kind, other in others.items():
-        is_same = type(other) is type(value) or (kind == "number" and is_number) or value is None
+        is_same = type(other) in (type(value), of_list) or (kind == "number" and is_number) or value is None
         yield f"as {kind}", other, not is_same and not (value == {} and kind == "object")
-    yield "negative", -1, (is_count and path not in NEGATIVE) or isinstance(value, str | bool | list | dict)
+    is_other = isinstance(value, str | bool | list | dict) and of_list is not int
+    yield "negative", -1, (is_count and path not in NEGATIVE) or is_other
     yield "2**70", 1 << 70, is_count or isinstance(value, str | bool | list | dict)
     yield "2**62", 1 << 62, False
     yield "NaN", math.nan, value is not None or is_of_config

@@ -61,7 +61,7 @@ def assert_falls_back(folder: Path, reason: str = "") -> None:
     assert reason in skipped
 
 
-@pytest.mark.parametrize("num_flips", one_in(2, [60, 200]))
+@pytest.mark.parametrize("num_flips", one_in(2, [60, 600]))
 def test_bit_flips_never_load_wrong(folder: Path, num_flips: int) -> None:
     random_numbers = random.Random(5)
     files = sorted((folder / NEW).iterdir())

@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -168,7 +169,8 @@ def limits(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
                 with writer as made:
                     if made is not None:  # its process must be started again
                         os.kill(made._writer.pid, signal.SIGKILL)
-                        made._writer._process.wait()
+                        while made._writer.is_alive:
+                            time.sleep(0.01)
                     resource.setrlimit(resource.RLIMIT_NOFILE, (_used_handles() + num_files,) * 2)
                     return _saved_and_loaded(where, seeds, made)
 

@@ -65,11 +65,13 @@ def storage_faults(count: int, folder: Path, seed: int = 0, part: tuple[int, int
     Args:
         part: number of this part, and number of parts that share the cases.
     """
-    chance = random.Random(seed)
     seeds = Seeds([1, 2, 3])
     base = folder / "base"
     save(base, seeds.ranks[1], 10)
-    kinds = [itertools.islice(kind(seeds, chance, folder), part[0], None, part[1]) for kind in KINDS]
+    kinds = []
+    for number, kind in enumerate(KINDS):
+        own = random.Random(f"{seed} {number}")  # so that all parts draw the same cases
+        kinds.append(itertools.islice(kind(seeds, own, folder), part[0], None, part[1]))
     num_yielded = 0
     while kinds and num_yielded < count:
         for kind in list(kinds):
@@ -124,7 +126,7 @@ def failing_removals(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
             after_failure(where, seeds, is_cleaned=False)
             return "the next save removes the rest"
 
-        yield f"{error} when leftovers are removed", work
+        yield f"{error} when leftover {number} is removed", work
 
 
 def failing_ranks(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import runpy
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 from everyday import only
 
-from faults.case import WrongError, judge, require
+from faults.case import PASSED, WrongError, judge, require
 from faults.classes import CLASSES
 from faults.kills import kills
 from faults.mutants import MUTANTS, ROOT
@@ -86,6 +88,26 @@ def test_verdicts(work, problem: str | None) -> None:
     case = judge("E", "name", work, limit_seconds=0.05)
     assert (case.outcome == "good") == (problem is None)
     assert problem is None or re.fullmatch(problem, case.problem or "")
+
+
+def test_a_file_of_cases_keeps_those_that_have_passed_with_this_code(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts/fault_bench.py"))
+    run = {"seed": 0, "by": {"code": "1"}}
+    case = {"kind": "S", "name": "a", "outcome": "saved", "problem": None, "seconds": 1.0, **run}
+    kept = [case, case | {"name": "b"}, case | {"kind": "T", "problem": "of a class that does not run now"}]
+    again = [{"problem": "wrong"}, {"outcome": "skipped: no mount"}, {"seed": 1}, {"by": {}}, {"kind": "K"}]
+    file = tmp_path / "cases.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *(case | one for one in again)]))
+    with file.open("a") as interrupted:
+        interrupted.write('{"kind": "S", "na')
+    assert script["_kept_lines"](file, ["S", "K"], run) == kept
+    assert [json.loads(line) for line in file.read_text().splitlines()] == kept
+
+
+def test_a_case_that_has_passed_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = judge("S", "name", lambda: "saved", limit_seconds=1.0)
+    monkeypatch.setitem(PASSED, ("S", "name"), passed)
+    assert judge("S", "name", fails) is passed
 
 
 def test_each_mutant_fits_the_code() -> None:

@@ -15,7 +15,7 @@ import itertools
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, require_sequences, split_ranges
 from megatrain.config.errors import ConfigError, InputError
@@ -85,6 +85,10 @@ class SplitDatasets:
 
 
 Outcome = Literal["found", "built", "small"]
+_MANY_ROWS: Final = 200_000_000
+"""An index of so many sequences is announced before it is built."""
+_ROWS_PER_SECOND: Final = 7e6
+"""Sequences that one core shuffles and cuts in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -477,6 +481,11 @@ class _RecordingCache(IndexCache):
 
         def recorded() -> Arrays:
             self.outcome = "built"
+            start, stop = key.get("sequences", (0, 0))
+            num_rows = key.get("epochs", 1) * (stop - start)
+            if num_rows >= _MANY_ROWS:
+                seconds = num_rows / _ROWS_PER_SECOND
+                self._log(f"building the index of {num_rows:,} sequences, about {seconds:.0f} s of a core")
             return build()
 
         self.outcome = "found"

@@ -11,6 +11,8 @@ Source: Megatron-LM, core/datasets/gpt_dataset.py; rules in tests/golden.
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +24,8 @@ from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.samples.index_cache import digest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from megatrain.data.indexed.reader import SequenceSource
     from megatrain.data.samples.index_cache import IndexCache
 
@@ -29,8 +33,8 @@ Integers = npt.NDArray[np.integer[Any]]
 
 SEPARATE_BELOW: Final = 0.80
 """If less than this share of the last epoch is needed, the last epoch is shuffled separately."""
-CUT_ROWS: Final = 1 << 20
-"""Sample boundaries computed at once: bounds the scratch memory of building an index."""
+BLOCK_SEQUENCES: Final = 1 << 20
+"""Sequences that are cut at once: bounds the scratch memory of building an index."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +160,9 @@ def build_index(
 
 def _build_document_index(sequence_range: range, epochs: Epochs, random: np.random.RandomState) -> Integers:
     dtype = np.dtype(np.int32 if sequence_range.stop <= np.iinfo(np.int32).max else np.int64)
-    epoch: Integers = np.arange(sequence_range.start, sequence_range.stop, dtype=dtype)
-    order = np.tile(epoch, epochs.count)
+    order: Integers = np.arange(sequence_range.start, sequence_range.stop, dtype=dtype)
+    if epochs.count > 1:
+        order = np.tile(order, epochs.count)
     for part in _shuffled_together(order, (epochs.count - 1) * len(sequence_range), epochs):
         random.shuffle(part)
     return order
@@ -182,15 +187,25 @@ def build_sample_index(lengths: Integers, document_index: Integers, seq_length: 
     Boundary j is at token j * s of the concatenated sequences and names the sequence that contains this token. Tokens
     after the last whole sample are dropped.
     """
-    ends = np.cumsum(lengths[document_index], dtype=np.int64)
-    count = (int(ends[-1]) - 1) // seq_length
-    int32_max = np.iinfo(np.int32).max
-    sample_index = np.empty((count + 1, 2), np.int32 if len(document_index) <= int32_max else np.int64)
-    for start in range(0, count + 1, CUT_ROWS):
-        stop = min(start + CUT_ROWS, count + 1)
-        boundaries = np.arange(start, stop, dtype=np.int64) * seq_length
-        positions = np.searchsorted(ends, boundaries, side="right")
-        sample_index[start:stop, 0] = positions
-        sample_index[start:stop, 1] = boundaries - (ends[positions] - lengths[document_index[positions]])
+    dtype = np.int32 if len(document_index) <= np.iinfo(np.int32).max else np.int64
+    parts, position, num_tokens = [], 0, 0
+    for block in _blocks_of_lengths(lengths, document_index):
+        ends = np.cumsum(block, dtype=np.int64) + num_tokens
+        boundaries = np.arange(-(-num_tokens // seq_length) * seq_length, ends[-1], seq_length)
+        places = np.searchsorted(ends, boundaries, side="right")
+        offsets = boundaries - (ends[places] - block[places])
+        parts.append(np.stack((places + position, offsets), axis=1).astype(dtype))
+        position, num_tokens = position + len(block), int(ends[-1])
+    sample_index = np.concatenate(parts)
     sample_index[0] = 0  # as in Megatron-LM, also if the first sequences are empty
     return sample_index
+
+
+def _blocks_of_lengths(lengths: Integers, document_index: Integers) -> Iterator[Integers]:
+    """Yield the lengths of the sequences in their order, in blocks; all cores look them up, which takes the longest."""
+    num_threads = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(num_threads) as threads:
+        for start in range(0, len(document_index), num_threads * BLOCK_SEQUENCES):
+            group = document_index[start : start + num_threads * BLOCK_SEQUENCES]
+            blocks = [group[at : at + BLOCK_SEQUENCES] for at in range(0, len(group), BLOCK_SEQUENCES)]
+            yield from threads.map(lengths.__getitem__, blocks)

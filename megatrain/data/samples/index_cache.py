@@ -129,6 +129,9 @@ class IndexCache:
                     f"{self.folder}: cannot store sample indices ({error.strerror}); each start computes them again. "
                     "To store them, set --data-cache-path to a writable folder"
                 )
+            else:
+                with contextlib.suppress(OSError, ValueError):  # the arrays in memory serve as well
+                    return _read(path, text)  # mapped: the processes of a host share the memory
         return arrays
 
 

@@ -154,13 +154,20 @@ class MegatronCheckpoint(TensorReader):
                 yield part.name, _Source(part, {WEIGHT: name, **states.get(name, {})})
 
     def _check_kinds(self) -> None:
-        """Check that all tensors have the same kinds of state: else a part of the optimizer's state is lost, or unknown."""
-        kinds = {name: frozenset(source.tensors) for name, source in self._sources.items()}
+        """Check that all tensors have the same kinds of state: else a part of the optimizer's state is lost, or unknown.
+
+        The kind of a weight counts if it is one of the optimizer, and not the model's rounded one.
+        """
+        kinds = {
+            name: frozenset(kind for kind, tensor in source.tensors.items() if _STATE.fullmatch(tensor))
+            for name, source in self._sources.items()
+        }
         most = max(kinds.values(), key=len, default=frozenset())
         for name, found in kinds.items():
             if found != most:
                 raise MismatchError(
-                    f"{self.path}: {name} has {', '.join(sorted(found))}, and others have {', '.join(sorted(most))}",
+                    f"{self.path}: the optimizer has {', '.join(sorted(found)) or 'nothing'} of {name}, and of others"
+                    f" {', '.join(sorted(most))}",
                     fix="restore the checkpoint from a backup; checkpoints of several optimizers (Muon) are not converted",
                 )
 

@@ -66,7 +66,7 @@ class _Copies:
 
     def __init__(self, slots: SharedSlots, index: int, parts: Tensor) -> None:
         self._slots, self._index, self._parts = slots, index, parts
-        self._offset = slots.offset(index) + slots.group.rank * parts[0].nbytes
+        self._offset = slots.offset(index) + slots.group.rank * (parts.nbytes // slots.group.size)
         self._sent: list[Tensor] = []
 
     def send(self, part: Tensor, to_rank: int) -> None:

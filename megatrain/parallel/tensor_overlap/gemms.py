@@ -72,15 +72,16 @@ def gemm_reduce_scatter(
     Args:
         returns_partial_sums: return the terms, [size, n, ..., o], without their sum; the third send after this one overwrites them.
     """
-    rows = x.unflatten(0, (peers.group.size, -1))
+    size, own = peers.group.size, peers.group.rank
+    rows, shape = x.unflatten(0, (size, -1)).flatten(1, -2).unbind(), (-1, *x.shape[1:-1], weight.shape[1])
     received = peers.send((rank, torch.matmul(rows[rank], weight)) for rank in peers.peers)
     if returns_partial_sums:
-        torch.matmul(rows[peers.group.rank], weight, out=received.parts[peers.group.rank])
+        torch.matmul(rows[own], weight, out=received.parts[own])
         received.wait()
-        return received.parts.detach()  # detached, it is no view of the slots for autograd
-    local = torch.matmul(rows[peers.group.rank], weight)
+        return received.parts.view(size, *shape).detach()  # detached, it is no view of the slots for autograd
+    local = torch.matmul(rows[own], weight)
     _sum_into(local, local, received, peers)
-    return local
+    return local.view(shape)
 
 
 def begin_reduction(x: Tensor, peers: PeerMemory, term: PendingTerm | None = None) -> tuple[Tensor, Transfer]:
@@ -105,16 +106,16 @@ def _gemm_of_received(
     x: Tensor, received: ReceivedParts, weight: Tensor, peers: PeerMemory, bias: Tensor | None = None
 ) -> Tensor:
     """Multiply this rank's rows, then the rows of the others as they arrive, into one result in the order of the ranks."""
-    group = peers.group
-    out = x.new_empty((group.size, *x.shape[:-1], weight.shape[1]))
+    group, x = peers.group, x.flatten(0, -2)
+    out = x.new_empty((group.size, len(x), weight.shape[1]))
+    parts = out.unbind()
     for rank in (group.rank, *reversed(peers.peers)):
-        rows = (x if rank == group.rank else received.from_rank(rank)).flatten(0, -2)
-        part = out[rank].flatten(0, -2)
+        rows = x if rank == group.rank else received.from_rank(rank).flatten(0, -2)
         if bias is None:
-            torch.matmul(rows, weight, out=part)
+            torch.matmul(rows, weight, out=parts[rank])
         else:
-            torch.addmm(bias, rows, weight, out=part)
-    return out.flatten(0, 1)
+            torch.addmm(bias, rows, weight, out=parts[rank])
+    return out.view(-1, *received.parts.shape[2:-1], weight.shape[1])
 
 
 @dataclass(frozen=True)

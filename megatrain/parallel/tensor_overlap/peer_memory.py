@@ -21,6 +21,8 @@ from megatrain.parallel.grid import RankGroup
 NUM_SLOTS = 4
 _ALIGNMENT = 512
 """Slots begin at a multiple of this many bytes."""
+_NUM_KEPT = 256
+"""Most views of slots that are kept; packs of documents have any shapes."""
 
 
 class PeerMemory:
@@ -71,8 +73,7 @@ class PeerMemory:
             self.slots = self._slots_type(self.group, num_bytes, part.device)
         self._num_sends += 1
         slots, index = self.slots, self._num_sends % NUM_SLOTS
-        parts = slots.slot(index).view(part.dtype)[: part.numel() * self.group.size]
-        return slots.sends(index, parts.view(self.group.size, *part.shape))
+        return slots.sends(index, slots.parts(index, part.dtype, part.shape))
 
 
 class Sends(Protocol):
@@ -111,6 +112,7 @@ class Slots:
     def __init__(self, group: RankGroup, num_bytes: int, device: torch.device) -> None:
         self.group, self.num_bytes, self.device = group, num_bytes, device
         self.memory = self._allocate(self._first_slot + NUM_SLOTS * num_bytes)
+        self._parts: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
 
     def _allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -122,8 +124,15 @@ class Slots:
     def offset(self, index: int) -> int:
         return self._first_slot + index * self.num_bytes
 
-    def slot(self, index: int) -> Tensor:
-        return self.memory[self.offset(index) : self.offset(index + 1)]
+    def parts(self, index: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """Return a slot as parts [size, *shape]. They are kept: each takes the host five operations."""
+        key = index, dtype, shape
+        if key not in self._parts:
+            if len(self._parts) >= _NUM_KEPT:
+                self._parts.clear()
+            slot = self.memory[self.offset(index) : self.offset(index + 1)].view(dtype)
+            self._parts[key] = slot[: self.group.size * shape.numel()].view(self.group.size, *shape)
+        return self._parts[key]
 
     def sends(self, index: int, parts: Tensor) -> Sends:  # noqa: ARG002 (copies have flags of the slot)
         """Begin a send of each rank into this slot, whose part `parts` [size, n, ...] it fills."""

@@ -92,6 +92,7 @@ COMMANDS = {
     "too large a number": (f"--num-layers {'9' * 30}", "--num-layers 4", "--num-layers"),
     "out of range": ("--num-layers 0", "--num-layers 4", "--num-layers"),
     "no value of none": ("--num-layers none", "--num-layers 4", "--num-layers"),
+    "an unsupported choice": ("--dataloader-type external", None, ""),
     "no choice": ("--normalization Foo", "--normalization LayerNorm", "--normalization"),
     "missing": ("", "--num-layers 4", "--num-layers"),
     "no start of a ramp": ("--rampup-batch-size 1 2 --train-samples 200", "--train-samples 200", "--train-iters"),

@@ -121,9 +121,8 @@ def cases() -> Iterator[tuple[str, str, str, Facts | None]]:
         table = runpy.run_path(str(path)).get("CASES", {})
         for rule, entries in table.items():
             for number, entry in enumerate(entries if isinstance(entries, list) else []):
-                if len(entry) == 5:
-                    flags, without, facts, _, _ = entry
-                    yield f"{rule} {number}", flags, without, facts
+                flags, without, facts, _, _ = entry
+                yield f"{rule} {number}", flags, without, facts
     for name, (flags, facts) in TRIED.items():
         yield name, flags, "", facts
 

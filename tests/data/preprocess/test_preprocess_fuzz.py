@@ -152,7 +152,7 @@ def check(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("without_fsync")
-@pytest.mark.parametrize("hundred", one_in(3, range(3)))
+@pytest.mark.parametrize("hundred", one_in(10, range(10)))
 def test_random_inputs(tmp_path, hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
         check(tmp_path, seed)

@@ -12,7 +12,8 @@ from recorded import EXPECTED, GPT_CASES, check_array, recorded_lengths
 
 from megatrain.config.derive.datasets import SPLIT_NAMES, split_ranges
 from megatrain.config.errors import ConfigError
-from megatrain.data.samples.gpt_index import CUT_ROWS, build_index, build_sample_index
+from megatrain.data.samples import gpt_index
+from megatrain.data.samples.gpt_index import build_index, build_sample_index
 
 WALKS = EXPECTED["sample_index_walk"]
 USES_DEFAULTS = {"add_extra_token_to_sequence": True, "drop_last_partial_sequence": True}
@@ -94,12 +95,12 @@ def test_any_index_covers_all_tokens(lengths, seq_length, num_samples, seed):
     )
 
 
-def test_boundaries_are_the_same_across_the_scratch_memory_limit():
-    lengths = np.array([7, 0, 3 * CUT_ROWS, 5], np.int32)
-    found = build_sample_index(lengths, np.array([2, 0, 1, 3]), 2)
-    assert found[-1].tolist() == [3, 3]
-    flat = np.array([0, 3 * CUT_ROWS, 3 * CUT_ROWS + 7, 3 * CUT_ROWS + 7])[found[:, 0]] + found[:, 1]
-    assert flat.tolist() == list(range(0, 2 * len(found), 2))
+@pytest.mark.parametrize("lengths", [[7, 0, 30, 5, 1, 0, 0, 12], [4] * 9, [0, 0, 0, 0, 1, 9]])
+def test_boundaries_are_the_same_in_blocks_of_sequences(monkeypatch, lengths):
+    monkeypatch.setattr(gpt_index, "BLOCK_SEQUENCES", 2)
+    order = np.random.default_rng(1).permutation(len(lengths))
+    found = build_sample_index(np.array(lengths, np.int32), order, 4)
+    assert [tuple(row) for row in found.tolist()] == walked(lengths, order, 4)
 
 
 def test_splits_of_one_dataset_do_not_share_their_generator():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from damaged_pairs import VOCAB, write_pair
+from everyday import nightly
 
 from megatrain.config.derive.datasets import Blend
 from megatrain.config.errors import InputError
@@ -153,6 +154,7 @@ def test_a_file_half_written_by_a_killed_job_is_rebuilt(cached):
     assert len(cached.logged) == 1
 
 
+@pytest.mark.usefixtures("without_fsync")
 def test_flipped_bytes_never_give_a_wrong_index(cached):
     cached()
     file = only_file(cached.folder)
@@ -190,7 +192,8 @@ for line in sys.stdin:
 """
 
 
-def test_two_jobs_may_build_the_same_index(tmp_path):
+@pytest.mark.parametrize("num_races", [10, nightly(100)])
+def test_two_jobs_may_build_the_same_index(tmp_path, num_races):
     """Each seed is a race: both processes find no file, build the index and store it."""
     command = [sys.executable, "-c", RACER, str(tmp_path / "cache")]
     racers = [
@@ -198,7 +201,7 @@ def test_two_jobs_may_build_the_same_index(tmp_path):
         for _ in range(2)
     ]
     assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * 2
-    for seed in range(10):
+    for seed in range(num_races):
         for racer in racers:
             racer.stdin.write(f"{seed}\n")
             racer.stdin.flush()
@@ -208,7 +211,7 @@ def test_two_jobs_may_build_the_same_index(tmp_path):
     for racer in racers:
         racer.communicate()
         assert racer.returncode == 0
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".index"] * 10
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".index"] * num_races
 
 
 def blended(prefixes, folder, weights=(0.3, 0.7), num_samples=60, **options):
@@ -234,6 +237,14 @@ def test_a_cached_blend_equals_an_uncached_one(cached, prefixes, tmp_path):
         assert tokens(blended(prefixes, tmp_path / "cache")) == expected
     kinds = sorted(path.name.partition("-")[0] for path in (tmp_path / "cache").iterdir())
     assert kinds == ["blend", "gpt", "gpt"]
+
+
+def test_a_large_index_is_announced_when_it_is_built(cached, prefixes, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatrain.data.samples.build._MANY_ROWS", 1)
+    said = []
+    for _ in range(2):
+        blended(prefixes, tmp_path / "cache", log=said.append)
+    assert [line.split(" of ")[0] for line in said] == ["building the index"] * 2, said
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from everyday import nightly
 from forked_job import ForkedJob
 from run_helpers import ROOT, command_line
 
@@ -165,7 +166,8 @@ def test_a_run_that_lost_its_lock_ends(tmp_path: Path) -> None:
     assert other.exists()
 
 
-def test_of_many_starts_one_has_the_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_starts", [3, nightly(30)])
+def test_of_many_starts_one_has_the_lock(tmp_path: Path, num_starts: int) -> None:
     """Each start takes over the lock of a dead run, or is refused."""
     lock_in(tmp_path, dataclasses.replace(Owner.of_this_process(), process_start="1"))
     program = (
@@ -188,7 +190,7 @@ def test_of_many_starts_one_has_the_lock(tmp_path: Path) -> None:
             cwd=ROOT,
             text=True,
         )
-        for _ in range(3)
+        for _ in range(num_starts)
     ]
     for line in ("go\n", "end\n"):
         for process in starts:
@@ -199,7 +201,7 @@ def test_of_many_starts_one_has_the_lock(tmp_path: Path) -> None:
             answers = [process.stdout.readline().strip() for process in starts if process.stdout]
     for process in starts:
         process.communicate()
-    assert sorted(answers) == ["acquired"] + ["refused"] * 2
+    assert sorted(answers) == ["acquired"] + ["refused"] * (num_starts - 1)
 
 
 def test_two_runs_with_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

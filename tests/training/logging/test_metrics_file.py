@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
+from everyday import nightly
 
 from megatrain.training.logging import metrics_file
 from megatrain.training.logging.metrics_file import LogError, MetricsFile, is_metrics_file
@@ -78,12 +79,13 @@ def test_an_intact_file_has_no_note(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
-def test_no_flipped_bit_removes_another_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_flips", [100, nightly(2000)])
+def test_no_flipped_bit_removes_another_line(tmp_path: Path, num_flips: int) -> None:
     generator = random.Random(5)
     lines = [line_of(n) for n in range(1, 21)]
     content, starts = b"".join(lines), list(itertools.accumulate(map(len, lines), initial=0))
     aside = tmp_path / "metrics.damaged-1.jsonl"
-    for _ in range(100):
+    for _ in range(num_flips):
         bit = generator.randrange(8 * len(content))
         hit = bisect.bisect_right(starts, bit // 8) - 1
         flipped = bytearray(content)

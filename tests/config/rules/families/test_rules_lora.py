@@ -4,17 +4,17 @@ import pytest
 
 CASES = {
     "lora_covers_the_layers": [
-        ("--lora-rank 4 --num-experts 4", "", ("--lora-rank 4", "ExpertsSpec"), ("remove --lora-rank",)),
-        ("--lora-rank 4 --lora-target-modules gate_proj", "--swiglu", ("gate_proj", "no such layer"), ("--lora-target-modules",)),
+        ("--lora-rank 4 --num-experts 4", "", None, ("--lora-rank 4", "ExpertsSpec"), ("remove --lora-rank",)),
+        ("--lora-rank 4 --lora-target-modules gate_proj", "--swiglu", None, ("gate_proj", "no such layer"), ("--lora-target-modules",)),
     ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("flags", "without", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
 )
-def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, named, remedy):
-    assert_refused(flags, named, remedy, without=without)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
 
 
 @pytest.mark.parametrize(
