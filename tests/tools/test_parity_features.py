@@ -98,7 +98,7 @@ BASES = (
         "pp4",
         "pp4 mtp2",
     ),
-    *("uniform", "muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2", "tokens dp4"),
+    *("uniform", "muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2", "mixtral dp4 ep4", "tokens dp4"),
 )
 """Layouts that have what a word needs."""
 
@@ -150,6 +150,7 @@ REFUSED_MODELS = {
     "teacher": 8,
     "matchedlayers": 8,
     "muon": 2,
+    "soap": 3,
     "offload": 2,
     "qkclip": 15,
 }

@@ -52,9 +52,9 @@ def test_drawn_words_depend_on_the_seed_and_the_number_alone() -> None:
 
 def test_most_options_are_drawn_and_accepted(folder: Path) -> None:
     comparer = RunComparer(folder / "unused")
-    draws = [drawn_words(5, number) for number in range(40)]
+    draws = [drawn_words(5, number) for number in range(80)]
     accepted = [words for words in draws if not comparer.refusal(Case.of(words, folder / "data"))]
-    assert len(accepted) > 10
+    assert len(accepted) > 20
     assert len({OPTION_OF[word] for words in accepted for word in words}) > 30
     assert all(1 <= Case.of(words, folder).num_ranks <= 4 for words in accepted)
 
