@@ -98,7 +98,16 @@ BASES = (
         "pp4",
         "pp4 mtp2",
     ),
-    *("uniform", "muon", "mixtral", "mixtral dp2", "mixtral dp4", "mixtral dp2 ep2", "mixtral dp4 ep4", "tokens dp4"),
+    *(
+        "uniform",
+        "muon",
+        "mixtral",
+        "mixtral dp2",
+        "mixtral dp4",
+        "mixtral dp2 ep2",
+        "mixtral dp4 ep4",
+        "tokens dp4",
+    ),
 )
 """Layouts that have what a word needs."""
 

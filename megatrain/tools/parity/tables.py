@@ -290,12 +290,6 @@ def _context_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     return not is_mixed or known["context parallelism"] in (None, "cp4")
 
 
-@_rule_of("expert parallelism", "dispatcher")
-def _hosts_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
-    """Return whether an all-to-all over hosts of two ranks has two of them."""
-    return known["dispatcher"] != "hosts" or known["expert parallelism"] in (None, "ep4")
-
-
 @_rule_of(*dict.fromkeys([*_SIZED, *_OF_EXPERTS, *_NEEDING_EXPERTS]))
 def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
     """Return whether the known words fit experts and their layout (config/subjects/experts.py, ranks.py)."""
@@ -310,9 +304,10 @@ def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
         return False
     if sizes.get("tensor parallelism", 1) > 1 and known["sequence parallelism"] == "nosp":
         return False
-    spreads = product(
-        _numbers_of(known, "expert parallelism"), _numbers_of(known, "expert tensor parallelism")
-    )
+    expert_sizes = _numbers_of(known, "expert parallelism")
+    if known["dispatcher"] == "hosts":  # of two ranks
+        expert_sizes = [size for size in expert_sizes if size == 4]
+    spreads = product(expert_sizes, _numbers_of(known, "expert tensor parallelism"))
     is_apart = known["rank order"] == "ppfirst"
     return any(
         _ranks_divide(sizes, ep, etp, max_ranks, is_apart=is_apart)
@@ -428,6 +423,5 @@ _RULES: Final = (
     _decoder_fits,
     _mtp_fits,
     _context_fits,
-    _hosts_fit,
     _experts_fit,
 )
