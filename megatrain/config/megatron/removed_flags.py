@@ -72,9 +72,19 @@ _REMOVED: Final = (
     ),
     refused("files are read when needed", "--mmap-warmup", instead="remove the flag; nothing else changes"),
     refused(
-        "BERT, T5 and retrieval models are not part of megatrain",
-        "--pipeline-model-parallel-split-rank= --encoder-tensor-model-parallel-size= --max-preds-per-seq="
-        " --encoder-pipeline-model-parallel-size= --retro-add-retriever --retro-project-dir= --retro-workdir=",
+        "an encoder has the ranks of its decoder, and both share the stages by cost",
+        "--pipeline-model-parallel-split-rank= --encoder-tensor-model-parallel-size="
+        " --encoder-pipeline-model-parallel-size=",
+        instead="remove the flag; --tensor-model-parallel-size and --pipeline-model-parallel-size are those of both",
+    ),
+    refused(
+        "samples have as many labels as --mask-prob draws",
+        "--max-preds-per-seq=",
+        instead="remove the flag, or set --mask-prob",
+    ),
+    refused(
+        "retrieval models are not part of megatrain",
+        "--retro-add-retriever --retro-project-dir= --retro-workdir=",
         instead="remove the flag and train a GPT",
     ),
     refused("models are built from layer specs only", "--use-legacy-models"),
