@@ -171,9 +171,12 @@ def stored_section(path: Path, config: Mapping[str, Any], name: str, kind: type[
 
 def _later(name: str, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings that came later, and whose default depends on others, with the values that earlier versions used."""
-    if name != "vision":
-        return {}
-    return {"image_processor": "siglip" if stored.get("vision_model_type") == "siglip" else "clip"}
+    is_siglip = stored.get("vision_model_type") == "siglip"
+    later: dict[str, dict[str, Any]] = {
+        "vision": {"image_processor": "siglip" if is_siglip else "clip"},
+        "experts": {"moe_alltoall_ranks_per_host": 1},
+    }
+    return later.get(name, {})
 
 
 def _planned_samples(plans: Mapping[str, Any]) -> int:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from torch.distributed import Store
+if TYPE_CHECKING:  # the process that writes checkpoints has no torch
+    from torch.distributed import Store
 
 FAN_IN: Final = 128
 """Ranks whose values another one collects."""

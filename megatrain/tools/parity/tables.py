@@ -304,16 +304,21 @@ def _experts_fit(known: Mapping[str, str | None], max_ranks: int) -> bool:
         return False
     if sizes.get("tensor parallelism", 1) > 1 and known["sequence parallelism"] == "nosp":
         return False
-    expert_sizes = _numbers_of(known, "expert parallelism")
-    if known["dispatcher"] == "hosts":  # of two ranks
-        expert_sizes = [size for size in expert_sizes if size == 4]
-    spreads = product(expert_sizes, _numbers_of(known, "expert tensor parallelism"))
     is_apart = known["rank order"] == "ppfirst"
     return any(
         _ranks_divide(sizes, ep, etp, max_ranks, is_apart=is_apart)
-        for ep, etp in spreads
+        for ep, etp in _expert_sizes(known)
         if all((ep > 1 and "ep" in need) or (etp > 1 and "etp" in need) for need in needs if "ep" in need)
     )
+
+
+def _expert_sizes(known: Mapping[str, str | None]) -> Iterator[tuple[int, int]]:
+    """Yield the sizes of ep and etp that the known words leave: an all-to-all over hosts has two of two ranks."""
+    for ep, etp in product(
+        _numbers_of(known, "expert parallelism"), _numbers_of(known, "expert tensor parallelism")
+    ):
+        if known["dispatcher"] != "hosts" or ep == 4:
+            yield ep, etp
 
 
 def _sizes_of(known: Mapping[str, str | None]) -> dict[str, int]:
