@@ -40,7 +40,7 @@ class ParallelConfig(Section, on_resume=SAFE):
     pipeline_schedule: str = setting(
         AUTO, choices={name: traits.shape for name, traits in PIPELINE_SCHEDULES.items()}, needs=_PIPELINE
     )
-    """Pipeline schedule. auto: interleaved with several model chunks per rank; on 2 to 8 pipeline ranks of GPUs, if no flag sets the stages, zb-h1 or on four zb-v, with layers balanced by FLOPs (as with a given schedule); else 1f1b. Not in Megatron-LM."""
+    """Pipeline schedule. auto: interleaved with several model chunks per rank; on 2 to 8 pipeline ranks of GPUs, if no flag sets the stages, zb-h1 or on four zb-v, with layers balanced by FLOPs (as with a given schedule other than 1f1b); else 1f1b. Not in Megatron-LM."""
     num_virtual_stages_per_pipeline_rank: int | None = setting(
         None, at_least=1, needs=_PIPELINE, taken_by=LAYOUT
     )

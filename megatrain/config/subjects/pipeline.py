@@ -275,12 +275,10 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
 
 
 def _is_balanced(draft: Draft) -> bool:
-    is_asked = draft.config.parallel.pipeline_model_parallel_layout == "auto"
-    return is_asked or bool(_fastest(draft)) or _has_a_given_schedule(draft)
-
-
-def _has_a_given_schedule(draft: Draft) -> bool:
-    return draft.is_given("parallel.pipeline_schedule") and _has_open_stages(draft)
+    parallel, is_given = draft.config.parallel, draft.is_given("parallel.pipeline_schedule")
+    if parallel.pipeline_model_parallel_layout == "auto" or _fastest(draft):
+        return True
+    return is_given and parallel.pipeline_schedule != ONE_CHUNK and _has_open_stages(draft)
 
 
 def _stages_of_pattern(draft: Draft) -> tuple[int, ...]:

@@ -152,14 +152,19 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
 def sequence_parallel(draft: Draft) -> DerivedValue:
     """Split the sequence where products then overlap the communication of tensor ranks; elsewhere a flag does, as in Megatron-LM."""
     config, parallel = draft.config, draft.config.parallel
-    reason = next(_why_products_wait(draft), None)
     chunks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     if parallel.context_parallel_size > 1:
         chunks *= 2
+    reason = next(_why_products_wait(draft), None)
+    if draft.is_given("parallel.tp_comm_overlap"):
+        reason = next(_why_products_cannot_overlap(draft), None)
+        reason = reason or (None if parallel.tp_comm_overlap else "--no-tp-comm-overlap")
     if reason is None and (config.data.pack_documents or config.data.seq_length_schedule is not None):
         reason = "samples have several lengths"
     if reason is None and sample_length(config) % chunks:
         reason = f"{length_in_words(config)} is no multiple of {chunks}"
+    if reason is None and config.model.spec:
+        reason = "parts of --spec may mix the rows of a sample"
     return DerivedValue(
         reason is None, reason or "the same result, with less memory and communication out of sight"
     )
@@ -174,22 +179,27 @@ def tp_comm_overlap(draft: Draft) -> DerivedValue:
     return DerivedValue(reason is None, reason or "copy engines send over NVLink while products are computed")
 
 
-def _why_products_wait(draft: Draft) -> Iterator[str]:
-    config, facts, parallel = draft.config, draft.facts, draft.config.parallel
-    size = parallel.tensor_model_parallel_size
+def _why_products_cannot_overlap(draft: Draft) -> Iterator[str]:
+    config, facts = draft.config, draft.facts
+    size = config.parallel.tensor_model_parallel_size
     if size == 1:
         yield "--tensor-model-parallel-size 1"
     if config.training.device != "cuda":
         yield "on a CPU: communication and products take turns"
     if (facts.ranks_per_node or facts.devices_per_node or size) % size:
         yield "tensor ranks are on several hosts"
+
+
+def _why_products_wait(draft: Draft) -> Iterator[str]:
+    yield from _why_products_cannot_overlap(draft)
+    config, facts, parallel = draft.config, draft.facts, draft.config.parallel
     if draft.is_given("training.mlp_chunks_for_training") and config.training.mlp_chunks_for_training > 1:
         yield "--mlp-chunks-for-training: products are of whole layers"
     capability = facts.device_capability or (_LINKED_ARCHITECTURES[0], 0)
     if any(word in (facts.device_name or "") for word in ("PCIe", "NVL")):
         capability = (0, 0)
     samples = config.training.micro_batch_size / parallel.context_parallel_size
-    yield from why_products_wait(draft, size, samples, capability)
+    yield from why_products_wait(draft, parallel.tensor_model_parallel_size, samples, capability)
 
 
 def why_products_wait(

@@ -60,14 +60,16 @@ class SharedSlots(Slots):
 class _Copies:
     """One send of each rank, by copies into a slot of the others.
 
-    Copies begin after all arrivals of the send before: their flags say that the slot may be overwritten. The last arrival
-    also waits for the copies of this rank, so that after the wait for all parts what was sent may be overwritten.
+    Copies begin after all arrivals of the send before: their flags say that the slot may be overwritten. Each arrival waits for
+    the copy of this rank that is sent at the same time: no device may run the waits of all ranks before their copies, and
+    after the wait for all parts what was sent may be overwritten.
     """
 
     def __init__(self, slots: SharedSlots, index: int, parts: Tensor) -> None:
         self._slots, self._index, self._parts = slots, index, parts
         self._offset = slots.offset(index) + slots.group.rank * (parts.nbytes // slots.group.size)
         self._sent: list[Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
 
     def send(self, part: Tensor, to_rank: int) -> None:
         slots, rank = self._slots, self._slots.group.rank
@@ -79,6 +81,7 @@ class _Copies:
         copies.copy(slots.addresses[to_rank] + self._offset, part.data_ptr(), part.nbytes)
         if to_rank != rank:
             copies.set(slots.flag(to_rank, rank, self._index))
+            self._copied.append(copies.stream.record_event())
         self._sent.append(part)
 
     def received(self) -> ReceivedParts:
@@ -86,11 +89,12 @@ class _Copies:
         copies, arrivals = slots.copies, slots.arrivals
         transfers = [Transfer()] * group.size
         transfers[group.rank] = Transfer(copies.stream.record_event())
-        for step in range(1, group.size):
+        for step, copied in enumerate(self._copied, 1):
             rank = (group.rank - step) % group.size
-            arrivals.wait_and_clear(slots.flag(group.rank, rank, self._index))
+            arrivals.stream.wait_event(copied)
             if step == group.size - 1:
-                arrivals.stream.wait_stream(copies.stream)
+                arrivals.stream.wait_stream(copies.stream)  # a part for this rank itself is the last copy
+            arrivals.wait_and_clear(slots.flag(group.rank, rank, self._index))
             transfers[rank] = Transfer(arrivals.stream.record_event())
         return ReceivedParts(self._parts, transfers, self._sent)
 

@@ -36,7 +36,10 @@ Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 _CHUNKS: Final = (2, 3, 4, 5, 6, 8, 10)
 _MICRO_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
-_OFTEN_DEFAULT: Final = {"parallel.data_parallel_sharding_strategy": "optim"}
+_OFTEN_DEFAULT: Final = {
+    "parallel.data_parallel_sharding_strategy": "optim",
+    "parallel.sequence_parallel": False,
+}
 """Values that open settings usually get."""
 _MOST_STAGES: Final = 32
 _SHORTEST_PART: Final = 4096

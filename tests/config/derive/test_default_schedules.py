@@ -31,13 +31,16 @@ def test_sizes_and_flags_decide(plan_of, flags, facts, schedule):
     assert sum(plan.derived.pipeline_layers) == plan.config.model.num_layers
 
 
-@pytest.mark.parametrize(
-    ("flags", "chunks"), [("", 2), ("--pipeline-schedule zb-h1", 1), ("--pipeline-schedule 1f1b", 1)]
-)
+@pytest.mark.parametrize(("flags", "chunks"), [("", 2), ("--pipeline-schedule zb-h1", 1)])
 def test_the_head_has_fewer_layers(plan_of, flags, chunks):
     plan = plan_of(f"{STAGES} --vocab-size 100000 {flags}", facts=GPUS)
     assert plan.derived.pipeline_chunks == chunks
     assert plan.derived.pipeline_layers[-1] < max(plan.derived.pipeline_layers)
+
+
+def test_a_given_1f1b_has_the_stages_of_megatron(plan_of):
+    plan = plan_of(f"{STAGES} --vocab-size 100000 --pipeline-schedule 1f1b", facts=GPUS)
+    assert plan.derived.pipeline_layers == (4, 4, 4, 4)
 
 
 def test_eight_ranks_have_balanced_stages(plan_of):

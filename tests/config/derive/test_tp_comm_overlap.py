@@ -50,6 +50,9 @@ def test_where_it_was_measured_it_is_on(plan_of, flags, facts, reason):
         ("--seq-length 8190", HOPPER, "8190 is no multiple of 4"),
         ("--seq-length 8184 --context-parallel-size 2", HOPPER, "8184 is no multiple of 16"),
         ("--lora-rank 8 --disable-bias-linear", HOPPER, "--lora-rank"),
+        ("--no-tp-comm-overlap", HOPPER, "--no-tp-comm-overlap"),
+        ("--seq-length 256 --micro-batch-size 1", HOPPER, "too small"),
+        ("--seq-length 256 --micro-batch-size 1 --tp-comm-overlap", HOPPER, "the same result"),
         ("", replace(HOPPER, device="cpu"), "CPU"),
     ],
 )
