@@ -123,7 +123,7 @@ COMMANDS = {
     "a huge split": (f"--split {'9' * 400} --data-path d --tokenizer-type NullTokenizer", "--data-path d --tokenizer-type NullTokenizer", "--mock-data"),
     "adapters of experts": ("--lora-rank 4 --num-experts 4", "--num-experts 4", ""),
     "adapters of no layer": ("--lora-rank 4 --lora-target-modules gate_proj", None, "--swiglu"),
-    "a choice that is not supported": ("--optimizer soap", "--optimizer adam", ""),
+    "a choice that is not supported": ("--exp-avg-dtype fp8", "--exp-avg-dtype fp32", ""),
     "no file": ("--config /nonexistent/a.yaml", "", ""),
 }  # fmt: skip
 

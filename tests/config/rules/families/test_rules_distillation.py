@@ -104,6 +104,7 @@ def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts,
     "flags",
     [
         "--loss a.py:f", "--cuda-graph-impl local", "--model-family bert",
+        "--model-family vlm --img-h 28 --img-w 28 --patch-dim 14",
         "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 2",
     ],
 )  # fmt: skip

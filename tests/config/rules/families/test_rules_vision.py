@@ -39,8 +39,6 @@ CASES = {
     "conflicting_settings": [
         (f"{VLM} --num-experts 4", "", None, ("--vision-model-type like_language", "--num-experts"), ("--vision-model-type clip",)),
         (f"{VLM} --mtp-num-layers 1", "", None, ("--mtp-num-layers",), ("remove --mtp-num-layers",)),
-        (f"{VLM} --export-kd-teacher-load teacher", "", None,
-         ("--export-kd-teacher-load teacher", "--model-family vlm"), ("remove --export-kd-teacher-load",)),
     ],
     "images_are_mock_data": [
         (f"{VLM} --tokenizer-type NullTokenizer --data-path d", "--mock-data", Facts(datasets=(TEXT,)),
