@@ -40,6 +40,11 @@ SMALLER = {
 
 NOT_RUN = {
     "git clone": "its address is yet to be known",
+    "torchrun pretrain.py --flags": "it stands for any run",
+    "python -m mkdocs serve": "it serves until it is stopped",
+    "megatrain data inspect talks.jsonl": "its images are the reader's",
+    "python scripts/kernels/compile.py CONFIG.yaml": "it stands for any configuration, and needs Triton",
+    "megatrain parity --spec my_layers.py:with_convolutions": "the page shows the file; tests/extending runs the examples",
     "bash scripts/quickstart.sh": "it has run before, on a smaller corpus and for fewer iterations",
     "bash scripts/test.sh": "it runs this test",
     "pytest --nightly tests/distributed/parity/test_parity_faults.py": "the tests plant every ninth fault, and all of them nightly",
@@ -56,6 +61,8 @@ NEED_GPUS = (
     "bash scripts/gpu_check.sh",
     "python scripts/benchmark.py",
     "python scripts/benchmarks/generation.py",
+    "python scripts/benchmarks/fp8.py",
+    "torchrun --nproc-per-node 4 scripts/benchmarks/packs.py",
     "python scripts/benchmarks/memory.py",
     "python scripts/part_rates.py",
     "megatrain parity --device cuda",
@@ -89,7 +96,11 @@ def examples(page: str) -> Iterator[Example]:
             r"(python|torchrun|bash|pip|\./|scripts/\S+\.sh|\S*pretrain\.py|megatrain [a-z]+) [^|]+$",
             found["words"],
         ):
-            yield Example(found["words"] + "\n")
+            is_name = re.fullmatch(
+                r"megatrain [a-z]+ [a-z-]+", found["words"]
+            )  # of a subcommand, without arguments
+            if not is_name:
+                yield Example(found["words"] + "\n")
 
 
 def as_run(command: str) -> str:

@@ -54,7 +54,7 @@ def main() -> None:
     # State and configuration are empty.
     manifest.check_stored_values = parts.check_kinds = lambda *_: None  # type: ignore[attr-defined]
     contents: dict[str, Any] = {"iteration": 1, "consumed_train_samples": 8, "optimizer_step_count": 1}
-    contents |= {"state": {}, "config": {}}
+    contents |= {"state": {"has_optimizer": True}, "config": {}}
     for size in arguments.ranks:
         with tempfile.TemporaryDirectory() as name:
             print(
