@@ -40,11 +40,6 @@ SMALLER = {
 
 NOT_RUN = {
     "git clone": "its address is yet to be known",
-    "torchrun pretrain.py --flags": "it stands for any run",
-    "python -m mkdocs serve": "it serves until it is stopped",
-    "megatrain data inspect talks.jsonl": "its images are the reader's",
-    "python scripts/kernels/compile.py CONFIG.yaml": "it stands for any configuration, and needs Triton",
-    "megatrain parity --spec my_layers.py:with_convolutions": "the page shows the file; tests/extending runs the examples",
     "bash scripts/quickstart.sh": "it has run before, on a smaller corpus and for fewer iterations",
     "bash scripts/test.sh": "it runs this test",
     "pytest --nightly tests/distributed/parity/test_parity_faults.py": "the tests plant every ninth fault, and all of them nightly",
@@ -61,8 +56,6 @@ NEED_GPUS = (
     "bash scripts/gpu_check.sh",
     "python scripts/benchmark.py",
     "python scripts/benchmarks/generation.py",
-    "python scripts/benchmarks/fp8.py",
-    "torchrun --nproc-per-node 4 scripts/benchmarks/packs.py",
     "python scripts/benchmarks/memory.py",
     "python scripts/part_rates.py",
     "megatrain parity --device cuda",
@@ -218,6 +211,8 @@ def test_transformers_continues_a_prompt_as_the_quickstart_s_model_does(checkout
 def test_the_commands_of_a_page_work(name: str, checkout: Checkout) -> None:
     page = PAGES[name].read_text(encoding="utf-8")
     printed: dict[str, str] = {}
+    for file, program in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        (checkout.folder / file).write_text(program, encoding="utf-8")
     for example in examples(page):
         package = re.match(r"# needs the package (\w+)\n", example.command)
         command = as_run(example.command)
