@@ -151,23 +151,28 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
 @derives("parallel.sequence_parallel")
 def sequence_parallel(draft: Draft) -> DerivedValue:
     """Split the sequence where products then overlap the communication of tensor ranks; elsewhere a flag does, as in Megatron-LM."""
-    config, parallel = draft.config, draft.config.parallel
-    chunks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    if parallel.context_parallel_size > 1:
-        chunks *= 2
-    reason = next(_why_products_wait(draft), None)
-    if draft.is_given("parallel.tp_comm_overlap"):
-        reason = next(_why_products_cannot_overlap(draft), None)
-        reason = reason or (None if parallel.tp_comm_overlap else "--no-tp-comm-overlap")
-    if reason is None and (config.data.pack_documents or config.data.seq_length_schedule is not None):
-        reason = "samples have several lengths"
-    if reason is None and sample_length(config) % chunks:
-        reason = f"{length_in_words(config)} is no multiple of {chunks}"
-    if reason is None and config.model.spec:
-        reason = "parts of --spec may mix the rows of a sample"
+    reason = next(_why_sequences_are_whole(draft), None)
     return DerivedValue(
         reason is None, reason or "the same result, with less memory and communication out of sight"
     )
+
+
+def _why_sequences_are_whole(draft: Draft) -> Iterator[str]:
+    config, parallel = draft.config, draft.config.parallel
+    if not draft.is_given("parallel.tp_comm_overlap"):
+        yield from _why_products_wait(draft)
+    else:
+        yield from _why_products_cannot_overlap(draft)
+        if not parallel.tp_comm_overlap:
+            yield "--no-tp-comm-overlap"
+    if config.data.pack_documents or config.data.seq_length_schedule is not None:
+        yield "samples have several lengths"
+    cp = parallel.context_parallel_size
+    chunks = parallel.tensor_model_parallel_size * cp * (2 if cp > 1 else 1)
+    if sample_length(config) % chunks:
+        yield f"{length_in_words(config)} is no multiple of {chunks}"
+    if config.model.spec:
+        yield "parts of --spec may mix the rows of a sample"
 
 
 @derives("parallel.tp_comm_overlap")
