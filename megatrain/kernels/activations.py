@@ -67,12 +67,12 @@ def activate_backward(
     if is_fused(x) and activation.fn.has_kernel:
         options: dict[str, Any] = {"overwrites_x": overwrites_x, "has_sums": activation.dx_sums is not None}
         dx, sums = fused.activate_backward(dy, x, recomputed, *activation.kernel_args, **options)
-        if activation.dx_sums is not None:
-            activation.dx_sums.value = sums
+        if activation.dx_sums is not None and sums is not None:
+            activation.dx_sums.parts = (sums,)
         return dx
     dx = activate_backward_reference(dy, x, activation)
     if activation.dx_sums is not None:
-        activation.dx_sums.value = column_sums_reference(dx)
+        activation.dx_sums.parts = (column_sums_reference(dx),)
     if recomputed is not None:
         recomputed.copy_(activate_reference(x, activation))
     return dx

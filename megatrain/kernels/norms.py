@@ -34,11 +34,11 @@ class NormOutput(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """Gradients of x (and of delta, which is the same), and of weight and bias in the accumulation dtype."""
+    """Gradients of x (and of delta, which is the same), and of weight and bias."""
 
     dx: Tensor
-    dweight: Tensor
-    dbias: Tensor | None
+    rows: Tensor
+    """Rows whose sum is the gradient of the weight, [rows, h], or of weight and bias, [rows, 2 h], in the accumulation dtype."""
 
 
 def norm(
@@ -74,10 +74,8 @@ def norm_backward(
         dy_term: added to `dy` first, and the sum rounded; or None.
     """
     if is_fused(dy):
-        dx, dweight, dbias = fused.norm_backward(
-            dy, dtotal, output.total, weight, output.mean, output.rstd, offset, dy_term
-        )
-        return NormGradients(dx, dweight, dbias)
+        statistics = output.total, weight, output.mean, output.rstd, offset
+        return NormGradients(*fused.norm_backward(dy, dtotal, *statistics, dy_term))
     return norm_backward_reference(dy, dtotal, output, weight, offset, dy_term)
 
 
@@ -121,9 +119,9 @@ def norm_backward_reference(
     xw = total.to(rstd.dtype)
     normed = (xw if mean is None else xw - mean) * rstd
     dyw = dy.to(rstd.dtype)
-    dweight = (dyw * normed).flatten(0, -2).sum(0)
-    dbias = None if mean is None else dyw.flatten(0, -2).sum(0)
+    of_parameters = [dyw * normed] if mean is None else [dyw * normed, dyw]
+    rows = torch.cat([x.flatten(0, -2).sum(0, keepdim=True) for x in of_parameters], dim=1)
     dnormed = dyw * (weight.to(rstd.dtype) + offset)
     centred = dnormed if mean is None else dnormed - dnormed.mean(-1, keepdim=True)
     dx = (rstd * (centred - normed * (dnormed * normed).mean(-1, keepdim=True))).to(total.dtype)
-    return NormGradients(dx if dtotal is None else dx + dtotal, dweight, dbias)
+    return NormGradients(dx if dtotal is None else dx + dtotal, rows)

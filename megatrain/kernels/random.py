@@ -150,11 +150,12 @@ class _Drop(Function):
         if not is_fused(dy):
             dx = drop_reference(dy, rows, ctx.key, ctx.p)
             if sums is not None:
-                sums.value = column_sums_reference(dx)
+                sums.parts = (column_sums_reference(dx),)
         elif sums is None:
             dx = fused.drop(dy, rows, ctx.key, ctx.p)
         else:
-            dx, sums.value = fused.drop_with_sums(dy, rows, ctx.key, ctx.p)
+            dx, of_columns = fused.drop_with_sums(dy, rows, ctx.key, ctx.p)
+            sums.parts = (of_columns,)
         return dx, None, grads[0] if ctx.adds else None, None, None, None
 
 

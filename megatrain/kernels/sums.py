@@ -20,38 +20,43 @@ from megatrain.kernels.fused.launching import is_fused
 class ColumnSums:
     """Column sums of a gradient, left by the kernel that wrote it to the layer that needs them for its bias.
 
-    None: it left none. A kernel that has them in its registers saves a pass over memory.
+    A kernel that has them in its registers saves a pass over memory.
     """
 
-    value: Tensor | None = None
+    parts: tuple[Tensor, ...] = ()
+    """Parts of the columns, each as few rows that are to be summed, [rows, columns]. Empty: it left none."""
 
-    def take(self) -> Tensor | None:
-        """Return the sums once."""
-        value, self.value = self.value, None
-        return value
+    def take(self) -> tuple[Tensor, ...]:
+        """Return the parts once."""
+        parts, self.parts = self.parts, ()
+        return parts
 
 
-def add_column_sums(total: Tensor, x: Tensor) -> None:
+def add_column_sums(total: Tensor, x: Tensor, second: Tensor | None = None) -> None:
     """Compute total += x.sum(0).
 
     Args:
-        total: [columns], in the dtype of the accumulation.
+        total: [columns], contiguous, in the dtype of the accumulation.
         x: [rows, columns], in any float dtype.
+        second: total of the last columns, where `total` has only those before; None: it has all.
     """
+    assert x.shape[1] == total.numel() + (0 if second is None else second.numel())
     if is_fused(x):
-        fused.column_sums(x, total)
+        fused.add_column_sums(total, x, second)
     else:
-        add_column_sums_reference(total, x)
+        add_column_sums_reference(total, x, second)
 
 
 def column_sums_reference(x: Tensor) -> Tensor:
-    """Return the sums of the columns of [..., columns], in the accumulation dtype."""
-    return x.flatten(0, -2).sum(0, dtype=accumulation_dtype(x.dtype))
+    """Return the sums of the columns of [..., columns], in the accumulation dtype: [1, columns]."""
+    return x.flatten(0, -2).sum(0, keepdim=True, dtype=accumulation_dtype(x.dtype))
 
 
-def add_column_sums_reference(total: Tensor, x: Tensor) -> None:
+def add_column_sums_reference(total: Tensor, x: Tensor, second: Tensor | None = None) -> None:
     """Compute it with torch's sum."""
-    total.add_(x.sum(0, dtype=total.dtype))
+    for one, part in zip((total, second), x.tensor_split([total.numel()], dim=1), strict=True):
+        if one is not None:
+            one.add_(part.sum(0, dtype=one.dtype))
 
 
 def sum_parts(parts: Tensor, own: Tensor, number: int, out: Tensor) -> None:

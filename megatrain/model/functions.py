@@ -12,6 +12,7 @@ from torch.autograd import Function
 from megatrain.kernels import norms, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.kernels.qkv import concat_heads
+from megatrain.kernels.sums import add_column_sums
 from megatrain.parallel.layout import ShardedModule
 from megatrain.parallel.tensor_overlap.terms import PendingTerm
 
@@ -111,11 +112,10 @@ class _Norm(Function):
         assert dy is not None
         normed = norms.NormOutput(total, total, mean, rstd)
         dy_term = None if ctx.dy_term is None else ctx.dy_term.take()
-        dx, dweight, dbias = norms.norm_backward(dy, dtotal, normed, weight, ctx.offset, dy_term)
+        dx, rows = norms.norm_backward(dy, dtotal, normed, weight, ctx.offset, dy_term)
         weight_grad, bias_grad = ctx.grads
-        for grad, value in ((weight_grad, dweight), (bias_grad, dbias)):
-            if grad is not None:
-                grad.add_(value)
+        if weight_grad is not None:
+            add_column_sums(weight_grad, rows, bias_grad)
         return dx, None if ctx.delta is None else dx.expand(ctx.delta), *[None] * 7
 
 

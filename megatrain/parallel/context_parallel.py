@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.parallel.batch import Batch
+from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather, all_reduce
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -135,16 +135,18 @@ class TokenSplit:
         first = self.tp.first_row(rows)
         return self.cp.positions(self.tp.full_length(rows), device)[first : first + rows]
 
-    def token_indices(
-        self, rows: int, samples: int, first_sample: int | Tensor, device: torch.device
-    ) -> Tensor:
+    def token_indices(self, rows: int, samples: int, info: PassInfo, device: torch.device) -> Tensor:
         """Return an index for each token, unique in the run and the same under every layout: int64 [rows, samples].
 
-        Args:
-            first_sample: index in the run of the micro-batch's first sample.
+        Layers of a pass share it.
         """
-        sample = torch.arange(samples, device=device) + first_sample
-        return self.positions(rows, device)[:, None] + sample * (self.tp.full_length(rows) * self.cp.size)
+        first, length = self.tp.first_row(rows), self.tp.full_length(rows)
+        key = rows, samples, first, length, self.cp.rank, self.cp.size
+        if key not in info.token_indices:
+            sample = torch.arange(samples, device=device) + info.first_sample
+            indices = self.positions(rows, device)[:, None] + sample * (length * self.cp.size)
+            info.token_indices[key] = indices
+        return info.token_indices[key]
 
     def flat_positions(self, rows: int, samples: int, device: torch.device) -> Tensor:
         """Return the index of each token in the flattened micro-batch [s, b]: int64 [rows * samples]."""

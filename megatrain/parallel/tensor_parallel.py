@@ -335,9 +335,13 @@ class AddBias(Function):
 
 
 def accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
-    sums = None if bias is None or bias.dy_sums is None else bias.dy_sums.take()
-    if bias is not None and bias.grad is not None:
-        add_column_sums(bias.grad, dy.flatten(0, -2)) if sums is None else bias.grad.add_(sums)
+    if bias is None:
+        return
+    parts = bias.dy_sums.take() if bias.dy_sums is not None else ()
+    if bias.grad is not None:
+        parts = parts or (dy.flatten(0, -2),)
+        for grad, x in zip(bias.grad.split([x.shape[1] for x in parts]), parts, strict=True):
+            add_column_sums(grad, x)
 
 
 def _accumulate_weight_gradient(

@@ -121,7 +121,8 @@ class _FusedMaskedAttention(Function):
             masks=fused.Prepared(*masks), has_sums=bool(ctx.sums),
         )  # fmt: skip
         if sums is not None:
-            values_of_sums = sums if len(ctx.sums) > 1 else (torch.cat(sums),)
-            for left, value in zip(ctx.sums, values_of_sums, strict=True):
-                left.value = value
+            for left, parts in zip(
+                ctx.sums, [(x,) for x in sums] if len(ctx.sums) > 1 else [sums], strict=True
+            ):
+                left.parts = parts
         return *found, None, None, None, None, None

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
-from megatrain.kernels.fused.sums import column_sums
 
 _BLOCK = 2048
 _PROGRAMS = 8192
@@ -49,7 +48,7 @@ def activate_backward(
     overwrites_x: bool = False,
     has_sums: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Implement `kernels.activations.activate_backward`; return also the column sums of the gradient, fp32, if wanted."""
+    """Implement `kernels.activations.activate_backward`; return also, if wanted, rows whose sum is that of the gradient's columns, fp32."""
     assert recomputed is None or recomputed.is_contiguous()
     x, dy = x.contiguous(), dy.contiguous()
     columns = dy.shape[-1]
@@ -62,7 +61,7 @@ def activate_backward(
         offset, clamp or 0.0, **_kind(function, is_gated, clamp), RECOMPUTES=recomputed is not None,
         IS_IN_PLACE=overwrites_x or recomputed is not None, HAS_SUMS=has_sums, BLOCK=block,
     )  # fmt: skip
-    return dx, column_sums(sums) if has_sums else None
+    return dx, sums if has_sums else None
 
 
 def activate_weighted_backward(

@@ -27,7 +27,7 @@ from megatrain.kernels.fused import attention_kernels as kernels
 from megatrain.kernels.fused.attention_dropout import stored_mask
 from megatrain.kernels.fused.launching import cdiv, is_fake, launch, power_of_two
 from megatrain.kernels.fused.random import halves
-from megatrain.kernels.fused.sums import PROGRAMS, column_sums
+from megatrain.kernels.fused.sums import PROGRAMS
 
 
 class Tile(NamedTuple):
@@ -77,7 +77,7 @@ class Gradients(NamedTuple):
     bias: Tensor | None
     """Gradient of `DistanceBias.table`, in fp32."""
     sums: tuple[Tensor, Tensor] | None = None
-    """Sums over rows and samples of q's, [n d], and of k's and v's, [2 g d], in fp32."""
+    """Rows whose sums are those over rows and samples of q's, [rows, n d], and of k's and v's, [rows, 2 g d], in fp32."""
 
 
 class Prepared(NamedTuple):
@@ -216,7 +216,7 @@ def backward(
             HAS_SUMS=has_sums, **constants,
         )  # fmt: skip
         dtable = _bias_gradient(scores, far, q, k, mask, bias, masks, of_queries)
-    return Gradients(dq, dk, dv, dtable, (column_sums(sums[0]), column_sums(sums[1])) if has_sums else None)
+    return Gradients(dq, dk, dv, dtable, sums if has_sums else None)
 
 
 def _mask_of(q: Tensor, k: Tensor, rule: Dropout | None, kept: Tensor | None) -> tuple[Tensor, int]:
@@ -287,8 +287,8 @@ def _backward_by_groups(
     sums = None
     if has_sums:
         of_queries, of_keys = zip(*(one.sums for one in found if one.sums is not None), strict=True)
-        halves = zip(*(x.chunk(2) for x in of_keys), strict=True)
-        sums = torch.cat(of_queries), torch.cat([x for parts in halves for x in parts])
+        halves = zip(*(x.chunk(2, dim=1) for x in of_keys), strict=True)
+        sums = torch.cat(of_queries, dim=1), torch.cat([x for parts in halves for x in parts], dim=1)
     return Gradients(dq, dk, dv, torch.cat(of_bias, dim=1) if of_bias else None, sums)
 
 

@@ -1,7 +1,7 @@
 """`kernels.norms` in one pass each way: residual addition, norm, and their gradients.
 
-A tile of rows stays in registers. The gradients of weight and bias are summed over a program's tiles, then over the
-programs in a second, small sum: the result is deterministic.
+A tile of rows stays in registers. The gradients of weight and bias are summed over a program's tiles; those of the programs are
+rows for a second, small sum: the result is deterministic.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
-from megatrain.kernels.fused.sums import column_sums
 
 _TILE = 2048
 """Elements per tile, unless a row is longer."""
@@ -72,7 +71,7 @@ def norm_backward(
     rstd: Tensor,
     offset: float,
     dy_term: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Implement `kernels.norms.norm_backward`."""
     assert all(part is None or part.is_contiguous() for part in (weight, mean, rstd, dy_term))
     x = x.contiguous()
@@ -81,8 +80,9 @@ def norm_backward(
     rows, block, warps = _tile(columns)
     count = x.numel() // columns
     programs = min(cdiv(count, rows), _WARPS // warps)
-    shape = (programs, columns) if mean is None else (programs, 2, columns)
-    sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+    sums = torch.empty(
+        programs, columns if mean is None else 2 * columns, dtype=torch.float32, device=x.device
+    )
     launch(
         _backward, (programs,),
         dy.contiguous(), dy if dy_term is None else dy_term, dy if dtotal is None else dtotal.contiguous(),
@@ -91,11 +91,7 @@ def norm_backward(
         HAS_TERM=dy_term is not None, HAS_TOTAL=dtotal is not None, IS_CENTRED=mean is not None,
         ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    totals = column_sums(sums.flatten(1))
-    if mean is None:
-        return dx, totals, None
-    dweight, dbias = totals.view(2, columns)
-    return dx, dweight, dbias
+    return dx, sums
 
 
 def _tile(columns: int) -> tuple[int, int, int]:

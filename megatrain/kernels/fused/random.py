@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
-from megatrain.kernels.fused.sums import PROGRAMS, column_sums
+from megatrain.kernels.fused.sums import PROGRAMS
 
 _BLOCK = 512
 _COUNTERS = 256
@@ -35,12 +35,12 @@ def drop(x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None = 
 
 
 def drop_with_sums(x: Tensor, rows: Tensor, key: int, p: float) -> tuple[Tensor, Tensor]:
-    """Return the same and its column sums, fp32."""
+    """Return the same and rows whose sum is that of its columns, fp32 [rows, columns]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     programs = min(rows.numel(), cdiv(PROGRAMS, cdiv(x.shape[-1], 4 * _COUNTERS)))
     sums = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     _launch_drop(out, x, rows, key, p, None, sums)
-    return out, column_sums(sums)
+    return out, sums
 
 
 def _launch_drop(

@@ -17,25 +17,31 @@ _BLOCK = 2048
 """Values of a program that sums parts."""
 
 
-def column_sums(x: Tensor, total: Tensor | None = None) -> Tensor:
-    """Return x.sum(0) in fp32, or add it to `total`; of many rows sums of at most a few hundred groups, and their sum."""
+def add_column_sums(total: Tensor, x: Tensor, second: Tensor | None = None) -> None:
+    """Implement `kernels.sums.add_column_sums`; of many rows sums of at most a few hundred groups, and their sum."""
     x = x.contiguous()
     rows, columns = x.shape
-    tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    out = torch.empty(columns, dtype=torch.float32, device=x.device) if total is None else total
     if rows > _FEW_ROWS:
         strips = cdiv(columns, _COLUMNS)
         groups = min(cdiv(rows, _ROWS), cdiv(PROGRAMS, strips))
         sums = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
-        launch(_sum, (strips, groups), x, sums, rows, columns, groups, ADDS=False, **tile)
+        tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
+        launch(
+            _sum, (strips, groups), x, sums, x, rows, columns, 0, groups, ADDS=False, HAS_SECOND=False, **tile
+        )
         x, rows = sums, groups
     tile = {"ROWS": 4 * _ROWS, "COLUMNS": _COLUMNS // 4}
-    launch(_sum, (cdiv(columns, _COLUMNS // 4), 1), x, out, rows, columns, 1, ADDS=total is not None, **tile)
-    return out
+    launch(
+        _sum, (cdiv(columns, _COLUMNS // 4), 1), x, total, total if second is None else second, rows, columns, total.numel(), 1,
+        ADDS=True, HAS_SECOND=second is not None, **tile,
+    )  # fmt: skip
 
 
 @jit
-def _sum(X, SUMS, rows, columns, groups, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum(
+    X, SUMS, SECOND, rows, columns, columns_before, groups,
+    ADDS: tl.constexpr, HAS_SECOND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     group = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < columns
@@ -45,6 +51,12 @@ def _sum(X, SUMS, rows, columns, groups, ADDS: tl.constexpr, ROWS: tl.constexpr,
         inside = (row < rows)[:, None] & is_column[None, :]
         total += tl.load(X + row[:, None] * columns + column[None, :], mask=inside, other=0).to(tl.float32)
     sums = tl.sum(total, axis=0)
+    if HAS_SECOND:
+        is_second = is_column & (column >= columns_before)
+        is_column &= column < columns_before
+        SECOND += column - columns_before
+        total_of_second = sums + tl.load(SECOND, mask=is_second, other=0)
+        tl.store(SECOND, total_of_second.to(SECOND.dtype.element_ty), mask=is_second)
     SUMS += group * columns + column
     if ADDS:
         sums += tl.load(SUMS, mask=is_column, other=0)

@@ -127,7 +127,7 @@ class Router(ShardedModule):
     def _uniform(self, like: Tensor, info: PassInfo, use: str, low: float, high: float) -> Tensor:
         """Draw uniform numbers in the shape of `like`, [s/(cp tp), b, n]; a token's numbers do not depend on the layout."""
         rows, samples, columns = like.shape
-        indices = self.split.token_indices(rows, samples, first_sample=info.first_sample, device=like.device)
+        indices = self.split.token_indices(rows, samples, info, like.device)
         out = torch.empty(rows * samples, columns, dtype=like.dtype, device=like.device)
         fill_uniform(out, indices.flatten(), key=self.keys[use], low=low, high=high)
         return out.view(like.shape)

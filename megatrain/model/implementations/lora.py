@@ -124,7 +124,7 @@ class AdapterDropout:
         if self.p == 0 or not info.is_training:
             return x
         rows, samples, columns = x.shape
-        tokens = self.split.token_indices(rows, samples, first_sample=info.first_sample, device=x.device)
+        tokens = self.split.token_indices(rows, samples, info, x.device)
         kept = keep_mask(tokens, self.num_columns, key=self.key, p=self.p)
         kept = kept[..., self.first : self.first + columns]
         return (x * (1 / (1 - self.p))).masked_fill(~kept, 0)

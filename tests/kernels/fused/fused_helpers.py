@@ -1,6 +1,6 @@
 """Helpers for tests of fused kernels; importing them skips a test module where no kernel can run.
 
-On a GPU kernels are compiled; elsewhere Triton's interpreter runs them, if installed: `TRITON_INTERPRET=1 pytest ...`.
+On a GPU kernels are compiled; elsewhere Triton's interpreter runs them, if installed: `TRITON_INTERPRET=1 pytest ...` (triton 3.6 with numpy below 2.3 and `-W ignore`).
 """
 
 import os

@@ -48,7 +48,7 @@ def found(x: list[Tensor], spec: MaskSpec, bias: DistanceBias | None) -> list[Te
         for found_sums, gradient in zip(sums, (again[0], of_keys), strict=True):
             wanted = gradient.double().sum((0, 1)).flatten()
             torch.testing.assert_close(
-                found_sums.double(), wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item()
+                found_sums.double().sum(0), wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item()
             )
     return results
 

@@ -20,11 +20,11 @@ def test_sums_that_are_left_change_no_gradient(model: str, monkeypatch: pytest.M
         engine.accumulate_gradients(list(local_batches(0, layout, 0)), first_sample=8)
         return torch.cat(engine.buffers.gradients.full)
 
-    def take(self: ColumnSums) -> torch.Tensor | None:
+    def take(self: ColumnSums) -> tuple[torch.Tensor, ...]:
         nonlocal used
-        value, self.value = self.value, None
-        used += value is not None
-        return value
+        parts, self.parts = self.parts, ()
+        used += bool(parts)
+        return parts
 
     with monkeypatch.context() as patched:
         patched.setattr(gpt, "leave_sums_to_biases", lambda _: None)
