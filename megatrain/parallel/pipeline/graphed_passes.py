@@ -216,6 +216,7 @@ class FixedMicrobatch:
             mine.copy_(given)
         for name in ("loss_scale", "router_loss_scale", "first_sample"):
             getattr(self.info, name).fill_(getattr(info, name))
+        self.info.token_indices.clear()  # of another first sample
 
     def give_sums(self, info: PassInfo) -> None:
         """Copy sums for the log and metrics of layers into `info`."""
