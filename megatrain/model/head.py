@@ -194,8 +194,7 @@ class _HeadLoss(Function):
 
         def compute(chunk: slice) -> None:
             """Compute one chunk. A function, so that its logits are freed before the next chunk's are allocated."""
-            products = torch.matmul(x[chunk], weight.t())
-            logits = scaling.logits(products if bias is None else products + bias.value)
+            logits = scaling.logits(linear(x[chunk], weight, None if bias is None else bias.value))
             derivative = None if dx is None else scaling.softcap_derivative(logits)
             if predictions is not None:
                 predictions[chunk] = vocab_parallel_argmax(logits, vocab)
