@@ -213,11 +213,14 @@ def section_types() -> dict[str, type[Section]]:
 def settings() -> tuple[Setting, ...]:
     """Return all settings, by section."""
     return tuple(
-        _setting(name, section, entry, hints[entry.name])
-        for name, section in section_types().items()
-        for hints in (typing.get_type_hints(section),)
-        for entry in dataclasses.fields(section)
+        setting for name, section in section_types().items() for setting in settings_of(name, section)
     )
+
+
+def settings_of(name: str, section: type[Section]) -> tuple[Setting, ...]:
+    """Return the settings of a section, under this name."""
+    hints = typing.get_type_hints(section)
+    return tuple(_setting(name, section, entry, hints[entry.name]) for entry in dataclasses.fields(section))
 
 
 def paths_of(*classes: ResumeClass) -> tuple[str, ...]:
