@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.values import UnresolvedError
 
 
-class LayersError(Exception):
-    """An error in the JSON: its place and value."""
+class LayersError(UnresolvedError):
+    """An error in the JSON, its place and value, which a rule reports."""
 
 
 _PARTS: Final = {"attention": ("attention",), "mlp": ("mlp", "ffn")}
