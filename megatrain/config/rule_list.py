@@ -93,10 +93,8 @@ def conflicting_settings(draft: Draft) -> Problems:
     by_path = {setting.path: setting for setting in settings()}
     for setting in by_path.values():
         for one in setting.conflicts:
-            given, other = (
-                _given(draft, setting, one.of),
-                _given(draft, by_path[one.path], one.values),
-            )
+            given = _given(draft, setting, one.of)
+            other = _given(draft, by_path[one.path], one.values)
             if given and other and (one.when is None or one.when.holds(draft.config.raw)):
                 removable = [path for path in (setting.path, one.path) if draft.is_given(path)]
                 removable.sort(key=lambda path: distance(draft, path))

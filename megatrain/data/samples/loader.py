@@ -216,9 +216,8 @@ class BatchLoader:
         """Read micro-batch `number` into its rows."""
         size = self._sampler.shard.micro_batch_size
         samples = [self._samples[k] for k in self._sampler.indices(step.consumed_samples, number)]
-        if (
-            len(samples) < size
-        ):  # the last micro-batch of full validation: fill it up with samples without loss
+        # The last micro-batch of full validation is filled up with samples without loss.
+        if len(samples) < size:
             padding = _without_loss(samples[0] if samples else self._samples[0])
             samples += [padding] * (size - len(samples))
         for row, sample in enumerate(samples, start=number * size):

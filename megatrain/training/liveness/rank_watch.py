@@ -197,10 +197,8 @@ class RankWatch:
         return read_location(line)
 
     def _send(self, message: dict[str, Any]) -> None:
-        with (
-            contextlib.suppress(OSError),
-            self._send_lock,
-        ):  # the watch thread notices that the server is gone
+        # The watch thread notices that the server is gone.
+        with contextlib.suppress(OSError), self._send_lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:

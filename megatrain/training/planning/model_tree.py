@@ -105,12 +105,7 @@ def model_tree(
         structure = tuple((len(block.layers), block.tensors) for block in tree.blocks)
         if structure in trees:
             known = trees[structure]
-            tree = StageTree(
-                stages=(*known.stages, number),
-                parameters=known.parameters,
-                by_part=known.by_part,
-                blocks=known.blocks,
-            )
+            tree = dataclasses.replace(known, stages=(*known.stages, number))
         trees[structure] = tree
     parameters = sum(whole.values())
     return ModelTree(
