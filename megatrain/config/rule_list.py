@@ -22,7 +22,7 @@ from megatrain.config.registry import (
     rule,
 )
 from megatrain.config.schema.needs import Need
-from megatrain.config.schema.tree import Setting, flag_of, settings
+from megatrain.config.schema.tree import Setting, flag_of, in_words, settings
 from megatrain.config.schema.values import is_resolved
 from megatrain.config.subjects import (
     attention,
@@ -83,9 +83,7 @@ def reason_of(need: Need) -> str:
 
 
 def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return ""
-    return " " + (" ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return "" if isinstance(value, bool) else f" {in_words(value)}"
 
 
 @rule

@@ -51,17 +51,9 @@ def docs_reference() -> str:
             section = setting.section
             lines += ["", f"## {section}", "", section_help(section), ""]
             lines += ["| flag | value | default | meaning |", "|---|---|---|---|"]
-        if setting.is_required:
-            default = "required"
-        elif setting.is_derived_if_open:
-            default = "auto"
-        elif setting.default in (None, ()):
-            default = "none"
-        else:
-            default = str(setting.default).lower() if setting.kind is bool else str(setting.default)
         accepted = "switch" if setting.kind is bool else accepted_values(setting)
         meaning = texts.get(setting.path, "").replace("|", r"\|")
-        lines.append(f"| `{setting.flag}` | {accepted} | {default} | {meaning} |")
+        lines.append(f"| `{setting.flag}` | {accepted} | {setting.default_in_words} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
