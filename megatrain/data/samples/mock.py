@@ -73,14 +73,14 @@ _IGNORED: Final = {"mode", "format"}
 """Megatron-LM's keys with one value here: a distribution, of packed documents."""
 
 
-def mock_lengths(text: str, count: int, seed: int = 0) -> npt.NDArray[np.int32]:
+def mock_lengths(text: str, count: int) -> npt.NDArray[np.int32]:
     """Return the lengths of documents, at least 2 tokens each.
 
     Raises:
         InputError: the text is no file and no JSON of a known distribution.
     """
     values = _parsed(text)
-    random, low, high = np.random.default_rng(seed), int(values["min_seq_len"]), int(values["max_seq_len"])
+    random, low, high = np.random.default_rng(0), int(values["min_seq_len"]), int(values["max_seq_len"])
     if values["type"] == "uniform":
         return random.integers(low, high + 1, count, dtype=np.int32)
     sigma = float(values["lognormal_sigma"])
