@@ -17,7 +17,7 @@ from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.schema.resume_class import SILENT
 from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.config.schema.tree import Setting, closest_name, flag_of, settings, settings_of
+from megatrain.config.schema.tree import Setting, closest_name, flag_of, in_words, settings, settings_of
 from megatrain.config.schema.values import REQUIRED
 from megatrain.data.preprocess.conversations import PromptFormat
 from megatrain.data.preprocess.inputs import InputFormat
@@ -146,7 +146,8 @@ def _make_parser(*, with_help: bool) -> argparse.ArgumentParser:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    docs, group = docs_of(PreprocessFlags) if with_help else {}, parser
+    docs = docs_of(PreprocessFlags) if with_help else {}
+    group: Any = parser
     for name, one in _SETTINGS.items():
         group = parser.add_argument_group(_TITLES[name]) if name in _TITLES else group
         _add_flag(group, one, docs.get(name, "") + _default_of(one), nargs="*")
@@ -159,7 +160,7 @@ def _default_of(one: Setting) -> str:
     """Return the default of a setting for its help text."""
     if one.is_required or one.default in (None, False):
         return ""
-    return f" (default: {' '.join(one.default) if isinstance(one.default, tuple) else one.default})"
+    return f" (default: {in_words(one.default)})"
 
 
 def add_tokenizer_flags(group: Any, texts: Mapping[str, str], *, nargs: Literal["*"] | None = None) -> None:
