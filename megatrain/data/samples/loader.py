@@ -158,8 +158,8 @@ class BatchLoader:
         # The calling thread copies, so that its stream orders the copy before the use. It copies before it submits the
         # next prefetch, whose threads would slow the copy down.
         batches = self._read(step).batches(self._device)
-        following = _Step(self._end(step), num_microbatches)
-        if self._threads is not None and self._has_samples(following):
+        following, end = _Step(self._end(step), num_microbatches), self._sampler.end
+        if self._threads is not None and (end is None or self._end(following) <= end):
             self._prefetched = (following, *self._submit(self._threads, following))
         return batches
 
@@ -208,9 +208,6 @@ class BatchLoader:
     def _end(self, step: _Step) -> int:
         """Return the samples consumed after a step, over all ranks."""
         return step.consumed_samples + step.num_microbatches * self._sampler.shard.global_micro_batch_size
-
-    def _has_samples(self, step: _Step) -> bool:
-        return self._sampler.end is None or self._end(step) <= self._sampler.end
 
     def _fill(self, host: _HostBatches, step: _Step, number: int) -> None:
         """Read micro-batch `number` into its rows."""
