@@ -91,7 +91,7 @@ def mock_lengths(text: str, count: int) -> npt.NDArray[np.int32]:
 def _parsed(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{_FLAG} {text}: {error}", fix=f"give JSON or a file of it, such as {_EXAMPLE}"
         ) from error
@@ -100,7 +100,9 @@ def _parsed(text: str) -> dict[str, Any]:
     if wanted is None:
         raise InputError(f"{_FLAG}: the type is {kind!r}, not {' or '.join(_KEYS)}", fix=f"use {_EXAMPLE}")
     given = values.keys() - {"type"} - _IGNORED
-    if given != wanted or not all(type(values[key]) in (int, float) for key in wanted):
+    if given != wanted or not all(
+        type(values[key]) in (int, float) and abs(values[key]) < math.inf for key in wanted
+    ):
         raise InputError(
             f"{_FLAG}: {kind} needs the numbers {', '.join(sorted(wanted))}", fix=f"use {_EXAMPLE}"
         )

@@ -184,7 +184,8 @@ def _settings(file: Path) -> dict[str, Any]:
 
 def _data_files(file: Path, settings: Fields) -> list[Path]:
     """Return the files of JSON lines of the split that is scored."""
-    files = (settings.get("dataset_kwargs") or {}).get("data_files")
+    arguments = settings.get("dataset_kwargs")
+    files = arguments.get("data_files") if isinstance(arguments, dict) else None
     if settings.get("dataset_path") != "json" or not files:
         raise InputError(
             f"{file}: its dataset_path {settings.get('dataset_path')} is no local file", fix=_DATA
@@ -198,7 +199,10 @@ def _data_files(file: Path, settings: Fields) -> list[Path]:
                 f"{file}: data_files has no split {split}", fix=f"name the file of {split} in data_files"
             )
         files = files[split]
-    names = [Path(str(name)) for name in ([files] if isinstance(files, str) else files)]
+    files = [files] if isinstance(files, str) else files
+    if not isinstance(files, list):
+        raise InputError(f"{file}: data_files is {files!r}, no name of a file", fix=_DATA)
+    names = [Path(str(name)) for name in files]
     return [name if name.is_file() else file.parent / name for name in names]
 
 
