@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -100,9 +101,7 @@ def _parsed(text: str) -> dict[str, Any]:
     if wanted is None:
         raise InputError(f"{_FLAG}: the type is {kind!r}, not {' or '.join(_KEYS)}", fix=f"use {_EXAMPLE}")
     given = values.keys() - {"type"} - _IGNORED
-    if given != wanted or not all(
-        type(values[key]) in (int, float) and abs(values[key]) < math.inf for key in wanted
-    ):
+    if given != wanted or not all(map(_is_number, (values[key] for key in wanted))):
         raise InputError(
             f"{_FLAG}: {kind} needs the numbers {', '.join(sorted(wanted))}", fix=f"use {_EXAMPLE}"
         )
@@ -115,3 +114,8 @@ def _parsed(text: str) -> dict[str, Any]:
             fix="use 2 or more tokens, and a larger max_seq_len than min_seq_len",
         )
     return dict(values)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value of JSON is a number that is a finite float."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max

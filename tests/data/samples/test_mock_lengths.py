@@ -51,6 +51,7 @@ def test_a_mock_document_of_any_length_ends():
         ({"type": "uniform", "min_seq_len": 3}, "max_seq_len"),
         (LOGNORMAL | {"mean_seq_len": "8k"}, "mean_seq_len"),
         (LOGNORMAL | {"lognormal_sigma": float("inf")}, "lognormal_sigma"),
+        (LOGNORMAL | {"lognormal_sigma": 10**400}, "lognormal_sigma"),
         (LOGNORMAL | {"mean_seq_len": float("nan")}, "mean_seq_len"),
         (LOGNORMAL | {"min_seq_len": 1}, "from 1 to 5000"),
         (LOGNORMAL | {"max_seq_len": 3}, "from 4 to 3"),
