@@ -31,7 +31,7 @@ def read_group_options(text: str) -> GroupOptions:
         wrong = [f"{name}: {value}" for name, value in options.items() if type(value) is not _TYPES.get(name)]
         if group not in NCCL_GROUPS or wrong:
             raise ValueError(
-                f"{' '.join((group, *wrong))} is none of {', '.join((wrong and _TYPES) or NCCL_GROUPS)}"
+                f"{' '.join((str(group), *wrong))} is none of {', '.join((wrong and _TYPES) or NCCL_GROUPS)}"
             )
     return found
 

@@ -22,7 +22,7 @@ from megatrain.config.registry import (
     rule,
 )
 from megatrain.config.schema.needs import Need
-from megatrain.config.schema.tree import Setting, flag_of, settings
+from megatrain.config.schema.tree import Setting, flag_of, in_words, settings
 from megatrain.config.schema.values import is_resolved
 from megatrain.config.subjects import (
     attention,
@@ -83,9 +83,7 @@ def reason_of(need: Need) -> str:
 
 
 def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return ""
-    return " " + (" ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return "" if isinstance(value, bool) else f" {in_words(value)}"
 
 
 @rule
@@ -93,10 +91,8 @@ def conflicting_settings(draft: Draft) -> Problems:
     by_path = {setting.path: setting for setting in settings()}
     for setting in by_path.values():
         for one in setting.conflicts:
-            given, other = (
-                _given(draft, setting, one.of),
-                _given(draft, by_path[one.path], one.values),
-            )
+            given = _given(draft, setting, one.of)
+            other = _given(draft, by_path[one.path], one.values)
             if given and other and (one.when is None or one.when.holds(draft.config.raw)):
                 removable = [path for path in (setting.path, one.path) if draft.is_given(path)]
                 removable.sort(key=lambda path: distance(draft, path))

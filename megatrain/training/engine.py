@@ -218,11 +218,8 @@ class Engine:
 
     def pass_infos(self, batches: Sequence[Batch], *, first_sample: int) -> list[PassInfo]:
         """Return the info of each micro-batch's pass. The global batch of these shards starts at `first_sample`."""
-        micro, dp, scales = (
-            self.plan.config.training.micro_batch_size,
-            self.grid.dp,
-            self._loss_scales(batches),
-        )
+        micro, dp = self.plan.config.training.micro_batch_size, self.grid.dp
+        scales = self._loss_scales(batches)
         return [
             PassInfo(
                 microbatch=number,

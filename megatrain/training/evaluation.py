@@ -127,22 +127,16 @@ class Evaluation:
                 of_tasks, reason = self.tasks.run(self._reason_to_stop)
                 if reason is not None:
                     return reason
-            for evaluation_set, values in found.items():
+            position = {
+                "iteration": self.progress.iteration,
+                "consumed_samples": self.progress.consumed_train_samples,
+            }
+            for one, values in found.items():
                 self.log.log_evaluation(
-                    name=evaluation_set.name,
-                    split=evaluation_set.split,
-                    dataset=evaluation_set.dataset,
-                    values=values,
-                    iteration=self.progress.iteration,
-                    consumed_samples=self.progress.consumed_train_samples,
+                    f"{one.name} loss", values, split=one.split, dataset=one.dataset, **position
                 )
             for name, values in of_tasks.items():
-                self.log.log_task(
-                    name,
-                    values,
-                    iteration=self.progress.iteration,
-                    consumed_samples=self.progress.consumed_train_samples,
-                )
+                self.log.log_evaluation(f"task {name}", values, split="task", dataset=name, **position)
         for evaluation_set, values in found.items():
             loss = sum(value for name, value in values.items() if name.endswith("loss"))
             if not math.isfinite(loss):

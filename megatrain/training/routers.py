@@ -95,9 +95,8 @@ class Routers:
         self.biases = model.expert_biases
         of_tokens = (model.tp.group,) if model.tp.sequence_parallel else ()
         self._groups = (*of_tokens, grid.replicas, grid.pp)
-        self._passes_of_each = (
-            0 if isinstance(model.cp, PackContext) else grid.dp.size
-        )  # losses of packs are means
+        # Losses of packs are means.
+        self._passes_of_each = 0 if isinstance(model.cp, PackContext) else grid.dp.size
         sizes = [router.num_experts for router in self.specs.values()]
         max_experts = max(sizes, default=0)
         top_ks = [router.top_k for router in self.specs.values()]

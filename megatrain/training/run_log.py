@@ -186,38 +186,30 @@ class RunLog:
 
     def log_evaluation(
         self,
+        title: str,
+        values: Mapping[str, float],
         *,
-        name: str,
         split: str,
         dataset: str | None,
-        values: Mapping[str, float],
         iteration: int,
         consumed_samples: int,
     ) -> None:
-        """Log the values of an evaluation, which are named as in `metrics.jsonl`. `name`: its name in the printed line."""
-        values = {"loss": values["loss"], "ppl": math.exp(min(values["loss"], 20.0))} | dict(values)
+        """Log the values of an evaluation, which are named as in `metrics.jsonl`.
+
+        Args:
+            title: start of the printed line.
+            split: `task` for a task of --eval-tasks, whose name is `dataset`.
+        """
+        if "loss" in values:
+            values = {"loss": values["loss"], "ppl": math.exp(min(values["loss"], 20.0))} | dict(values)
         metrics = {"iteration": iteration, "validation": split if dataset is None else dataset, **values}
         self._write_metrics(metrics)
         scalars = evaluation_scalars(values, self._config.logging, split=split, dataset=dataset)
         self._write_curves(scalars, iteration, consumed_samples)
-        line = evaluation_line(
-            f"{name} loss at iteration {iteration}", values, columns=self._ranks.console.columns()
-        )
-        self._ranks.console.print(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
-        self._callbacks.call("on_evaluation", metrics)
-
-    def log_task(
-        self, name: str, values: Mapping[str, float], *, iteration: int, consumed_samples: int
-    ) -> None:
-        """Log the metrics of a task of --eval-tasks, which are named as in `metrics.jsonl`."""
-        metrics = {"iteration": iteration, "validation": name, **values}
-        self._write_metrics(metrics)
-        scalars = evaluation_scalars(values, self._config.logging, split="task", dataset=name)
-        self._write_curves(scalars, iteration, consumed_samples)
         columns = self._ranks.console.columns()
-        self._ranks.console.print(
-            evaluation_line(f"task {name} at iteration {iteration}", values, columns=columns)
-        )
+        line = evaluation_line(f"{title} at iteration {iteration}", values, columns=columns)
+        rule = "-" * len(line)
+        self._ranks.console.print(line if split == "task" else f"{rule}\n{line}\n{rule}")
         self._callbacks.call("on_evaluation", metrics)
 
     def flush(self) -> None:

@@ -69,11 +69,12 @@ class StopRequest:
 
     def reason(self, iteration: int, flags: Sequence[int]) -> str | None:
         """Return the reason to stop after this iteration, or None; `flags` are the maximum over all ranks."""
-        if self.is_interval_over(iteration):
-            is_phase_end = iteration in self.phase_ends
-            name = "phase-transition-iterations" if is_phase_end else "exit-interval"
-            return _text(flags) or f"--{name} {iteration if is_phase_end else self.exit_interval}"
-        return _text(flags)
+        urgent = self.urgent_reason(flags)
+        if urgent or not self.is_interval_over(iteration):
+            return urgent
+        if iteration in self.phase_ends:
+            return f"--phase-transition-iterations {iteration}"
+        return f"--exit-interval {self.exit_interval}"
 
     def is_interval_over(self, iteration: int) -> bool:
         """Return True if --exit-interval or --phase-transition-iterations stops the run after this iteration."""
@@ -82,7 +83,16 @@ class StopRequest:
 
     def urgent_reason(self, flags: Sequence[int]) -> str | None:
         """Return the reason to stop during an evaluation, or None; `flags` are the maximum over all ranks."""
-        return _text(flags)
+        number, is_late, has_log_failed, has_console_failed, has_file = flags
+        if number:
+            return f"signal {signal.Signals(number).name}"
+        if has_log_failed:
+            return "a log cannot be written"
+        if has_console_failed:
+            return "standard output cannot be written"
+        if has_file:
+            return "the file of --exit-file is there"
+        return "--exit-duration-in-mins is over" if is_late else None
 
     def _has_file(self) -> bool:
         """Look for the file, at most once a second: it may be on a network file system."""
@@ -92,17 +102,3 @@ class StopRequest:
             with suppress(OSError):  # a network file system may fail for a moment
                 self._is_file_there = self.exit_file.exists()
         return self._is_file_there
-
-
-def _text(flags: Sequence[int]) -> str | None:
-    """Return the request in `StopRequest.flags` as text, or None."""
-    number, is_late, has_log_failed, has_console_failed, has_file = flags
-    if number:
-        return f"signal {signal.Signals(number).name}"
-    if has_log_failed:
-        return "a log cannot be written"
-    if has_console_failed:
-        return "standard output cannot be written"
-    if has_file:
-        return "the file of --exit-file is there"
-    return "--exit-duration-in-mins is over" if is_late else None

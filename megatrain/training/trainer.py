@@ -347,9 +347,8 @@ class Trainer:
         if not self.ranks.is_main:
             return
         if self.save_folder is not None:
-            if (
-                not self.plan.config.training.only_evaluates
-            ):  # an evaluation does not replace the training run's settings
+            # An evaluation does not replace the training run's settings.
+            if not self.plan.config.training.only_evaluates:
                 path, text = self.save_folder / "config.yaml", to_yaml(self.plan.config, self.plan.origins)
                 try:
                     replace_file(path, [text.encode()])

@@ -36,6 +36,7 @@ def test_options_of_a_file_and_high_priority() -> None:
         ("- ep", "expected groups"),
         ("ep: 1", "expected groups"),
         ("xy: {max_ctas: 1}", "xy is none of tp, cp"),
+        ("3: {max_ctas: 1}", "3 is none of tp, cp"),
         ("ep: {max_cta: 1}", "ep max_cta: 1 is none of min_ctas"),
         ("ep: {max_ctas: many}", "ep max_ctas: many is none of min_ctas"),
         ("ep: {max_ctas: true}", "ep max_ctas: True"),

@@ -45,10 +45,11 @@ def help_page(program: str) -> str:
 
 def _add_flag(group: Any, setting: Setting, text: str) -> None:
     is_switch = setting.kind is bool
+    default = "required" if setting.is_required else f"default: {setting.default_in_words}"
     group.add_argument(
         setting.flag,
         metavar="" if is_switch else _metavar(setting),
-        help=f"{text} ({_default_words(setting)})".replace("%", "%%"),
+        help=f"{text} ({default})".replace("%", "%%"),
     )
     if is_switch:
         shown = f"turn off {setting.flag}" if setting.default else argparse.SUPPRESS
@@ -61,16 +62,6 @@ def _metavar(setting: Setting) -> str:
         return f"[{words}]" if setting.alone else words
     word = {int: "INT", float: "FLOAT", str: "TEXT", bool: ""}[setting.kind]
     return f"{word} ..." if setting.is_list else word
-
-
-def _default_words(setting: Setting) -> str:
-    if setting.is_required:
-        return "required"
-    if setting.is_derived_if_open:
-        return "default: auto"
-    if setting.kind is bool:
-        return f"default: {'on' if setting.default else 'off'}"
-    return f"default: {'none' if setting.default in (None, ()) else setting.default}"
 
 
 class _HelpFormatter(argparse.HelpFormatter):

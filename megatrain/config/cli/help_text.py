@@ -23,11 +23,15 @@ def field_help() -> dict[str, str]:
     return {
         path: f"{text} {meanings[path]}." if meanings[path] else text
         for section, cls in section_types().items()
-        for base in reversed(cls.__mro__)
-        if dataclasses.is_dataclass(base)
-        for name, text in _field_docs(base).items()
+        for name, text in docs_of(cls).items()
         for path in (f"{section}.{name}",)
     }
+
+
+def docs_of(cls: type) -> dict[str, str]:
+    """Return the docstring of each field of a dataclass and of its bases, by name."""
+    bases = filter(dataclasses.is_dataclass, reversed(cls.__mro__))
+    return {name: text for base in bases for name, text in _field_docs(base).items()}
 
 
 def docs_reference() -> str:
@@ -47,17 +51,9 @@ def docs_reference() -> str:
             section = setting.section
             lines += ["", f"## {section}", "", section_help(section), ""]
             lines += ["| flag | value | default | meaning |", "|---|---|---|---|"]
-        if setting.is_required:
-            default = "required"
-        elif setting.is_derived_if_open:
-            default = "auto"
-        elif setting.default in (None, ()):
-            default = "none"
-        else:
-            default = str(setting.default).lower() if setting.kind is bool else str(setting.default)
         accepted = "switch" if setting.kind is bool else accepted_values(setting)
         meaning = texts.get(setting.path, "").replace("|", r"\|")
-        lines.append(f"| `{setting.flag}` | {accepted} | {default} | {meaning} |")
+        lines.append(f"| `{setting.flag}` | {accepted} | {setting.default_in_words} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

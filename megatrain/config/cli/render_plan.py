@@ -21,7 +21,7 @@ from typing import Any, Final
 from megatrain.config.megatron.differences import default_differences
 from megatrain.config.plan import Plan
 from megatrain.config.plan_note import GRADES, by_grade
-from megatrain.config.schema.tree import settings
+from megatrain.config.schema.tree import in_words, settings
 from megatrain.config.schema.values import AUTO
 
 _WIDTH: Final = 100
@@ -182,10 +182,4 @@ def _wrapped(text: str, head: str, margin: str) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(_shown, value)) or "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, int) and value >= 10**15:
-        return f"{value:.6g}"
-    return "none" if value is None else str(value)
+    return f"{value:.6g}" if isinstance(value, int) and value >= 10**15 else in_words(value)

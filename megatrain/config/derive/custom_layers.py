@@ -43,10 +43,8 @@ def called_once(function: Layers) -> Layers:
     calls: list[tuple[object, tuple[LayerSpec, ...] | ConfigError]] = []
 
     def layers(model: ModelConfig, default: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-        given = (
-            model.replaced({"padded_vocab_size": 0}),
-            default,
-        )  # its rows depend on the tensor-parallel size
+        # The rows of the vocabulary depend on the tensor-parallel size.
+        given = model.replaced({"padded_vocab_size": 0}), default
         if not calls:
             try:
                 calls.append((given, function(model, default)))

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.values import UnresolvedError
 
 
-class LayersError(Exception):
-    """An error in the JSON: its place and value."""
+class LayersError(UnresolvedError):
+    """An error in the JSON, its place and value, which a rule reports."""
 
 
 _PARTS: Final = {"attention": ("attention",), "mlp": ("mlp", "ffn")}
@@ -102,8 +103,8 @@ def _mlp_width(block: Mapping[str, Any], place: str, default: LayerBlock, hidden
     mlp, where = _part(block, "mlp", place)
     width, times = _whole(mlp, "ffn_hidden_size", where), mlp.get("ffn_mult")
     if width is None and times is not None:
-        if isinstance(times, bool) or not isinstance(times, int | float) or times <= 0:
-            raise LayersError(f"{where}.ffn_mult {json.dumps(times)} is not a number above 0")
+        if isinstance(times, bool) or not isinstance(times, int | float) or not 0 < times < 1e6:
+            raise LayersError(f"{where}.ffn_mult {json.dumps(times)} is not a number above 0 and below 1e6")
         width = -(-int(2 * times * hidden_size / 3) // 256) * 256
     return _size(mlp, where, width, default.ffn_hidden_size)
 

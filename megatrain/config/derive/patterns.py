@@ -8,11 +8,13 @@
 import ast
 import re
 
+from megatrain.config.schema.values import UnresolvedError
+
 MAX_LAYERS = 1 << 16
 
 
-class PatternError(Exception):
-    """A text that is not valid."""
+class PatternError(UnresolvedError):
+    """A text that is not valid, which a rule reports."""
 
 
 def parse_layer_pattern(text: str | None, num_layers: int, *, one_means: bool) -> tuple[bool, ...]:

@@ -42,14 +42,13 @@ def accepted(text: str, flags: str, *, instead: str = "", grade: Grade = "nothin
     return Answer(kind="accepted", text=text, flags=flags, instead=instead, grade=grade)
 
 
-def pending(feature: str, text: str, flags: str, *, instead: str = "", saves_memory: bool = False) -> Answer:
+def pending(feature: str, text: str, flags: str, *, saves_memory: bool = False) -> Answer:
     """Ignore these flags with a note until the feature is there; results are the same without it."""
     return Answer(
         kind="pending",
         text=text,
         flags=flags,
         feature=feature,
-        instead=instead,
         grade="cost",
         saves_memory=saves_memory,
     )

@@ -7,12 +7,12 @@ DIFFERENT_DEFAULTS ──> a note in the plan of every run that uses one
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from megatrain.config.megatron.flags import MegatronFlag, aliases, megatron_flags
 from megatrain.config.plan import Plan
 from megatrain.config.plan_note import PlanNote
-from megatrain.config.schema.tree import flag_of, settings
+from megatrain.config.schema.tree import flag_of, in_words, settings
 
 _LEAST_SHIFT: Final = 5e-4
 """Change of the first loss by padding that the plan names: it prints losses with four digits."""
@@ -133,7 +133,7 @@ def default_differences(plan: Plan) -> Iterator[PlanNote]:
     """Yield notes about the defaults of this run that differ from Megatron-LM's and that the user did not set, and about padding."""
     found = []
     for different in DIFFERENT_DEFAULTS:
-        value = _shown(plan.config.get(different.path))
+        value = in_words(plan.config.get(different.path))
         is_given = plan.origins[different.path].is_given_or_stored
         has_effect = different.requires is None or bool(plan.config.get(different.requires))
         has_effect &= not different.requires_replicas or plan.derived.data_parallel_size > 1
@@ -171,7 +171,7 @@ def docs_differences() -> str:
         "|---|---|---|---|",
     ]
     for item in DIFFERENT_DEFAULTS:
-        ours = _shown(by_path[item.path].default).lower()
+        ours = by_path[item.path].default_in_words
         lines.append(f"| `{flag_of(item.path)}` | {ours} | {_cell(item.megatron_default)} | {item.reason} |")
     lines += ["", "## Other names", "", "| flag | stands for |", "|---|---|"]
     lines += [
@@ -238,9 +238,3 @@ def _with_values(flag: MegatronFlag) -> str:
     if flag.takes == "nothing" or not flag.accepted:
         return flag.flag
     return f"{flag.flag} {'/'.join(value.replace(',', ' ') for value in flag.accepted)}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value in (None, ()) else str(value)

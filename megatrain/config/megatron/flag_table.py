@@ -62,7 +62,7 @@ UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--fp8-recipe": ("custom",),
     "--muon-coefficient-type": ("cans", "aol", "deepseekv4", "custom"),
     "--muon-fp32-matmul-prec": ("low",),
-    "--position-embedding-type": ("mrope", "yarn"),
+    "--position-embedding-type": ("mrope",),
     "--transformer-impl": ("inference_optimized",),
 }
 """Choices of Megatron-LM that are not supported; choices that a setting has take precedence."""

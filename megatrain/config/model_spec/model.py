@@ -191,10 +191,8 @@ class ModelSpec:
 
     def training_flops(self, *, num_tokens: int, sum_of_squared_lengths: int) -> int:
         """Return the FLOPs of forward and backward over documents of these lengths, all samples alike for several stacks."""
-        mean_length, num_samples = (
-            sum_of_squared_lengths // num_tokens,
-            num_tokens**2 // sum_of_squared_lengths,
-        )
+        mean_length = sum_of_squared_lengths // num_tokens
+        num_samples = num_tokens**2 // sum_of_squared_lengths
         tokens, flops = num_tokens, 0
         for stack in self.stacks:
             tokens, pairs = num_tokens, sum_of_squared_lengths
@@ -208,10 +206,10 @@ class ModelSpec:
             flops += 3 * tokens * mean_length * sum(layer.memory_channels for layer in layers)
         depths = self.num_depths
         head = self.hidden_size * self.padded_vocab_size * (1 + depths) + depths * self._projection_weights
-        images = (
-            0 if self.vision is None else num_samples * sum(self.vision.flops_of_layers(self.hidden_size))
-        )
-        return flops + 6 * tokens * head + images
+        flops += 6 * tokens * head
+        if self.vision is not None:
+            flops += num_samples * sum(self.vision.flops_of_layers(self.hidden_size))
+        return flops
 
     def flops_per_token(self, length: int) -> tuple[list[int], int]:
         """Return the FLOPs per token of each layer and of the head, forward and backward, for samples of this length without documents.

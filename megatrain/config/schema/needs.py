@@ -47,9 +47,9 @@ def on(*paths: str, why: str = "") -> Need:
     return Need(f"without {either_flag}{why}", paths, lambda value_of: any(map(value_of, paths)))
 
 
-def off(path: str, *, why: str = "", words: str = "with {}") -> Need:
+def off(path: str, *, words: str = "with {}") -> Need:
     """Need that this setting is none, off or 0."""
-    return Need(words + why, (path,), lambda value_of: not value_of(path))
+    return Need(words, (path,), lambda value_of: not value_of(path))
 
 
 def above(path: str, number: int, *, words: str = "") -> Need:

@@ -174,6 +174,13 @@ class Setting:
         return self.default is AUTO
 
     @property
+    def default_in_words(self) -> str:
+        """The default for help and tables."""
+        if self.is_required:
+            return "required"
+        return "auto" if self.is_derived_if_open else in_words(self.default)
+
+    @property
     def accepts_none(self) -> bool:
         """Return whether `none`, or null in YAML, leaves the setting without a value: None, an empty list, or AUTO."""
         has_none = self.is_optional or self.is_derived_if_open or self.default == ()
@@ -185,6 +192,15 @@ REMOVED_SETTINGS: Final[Mapping[str, str]] = {
     "training.product_algorithms_digest": "GEMMs use the algorithms that cuBLAS chooses",
 }
 """Settings of earlier versions, which saved configurations list, and why they are gone."""
+
+
+def in_words(value: Any) -> str:
+    """Return a value for messages and tables: on, off, none, a number or text, or those of a list."""
+    if isinstance(value, tuple | list):
+        return " ".join(map(in_words, value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)
 
 
 def flag_of(name: str) -> str:
@@ -213,11 +229,14 @@ def section_types() -> dict[str, type[Section]]:
 def settings() -> tuple[Setting, ...]:
     """Return all settings, by section."""
     return tuple(
-        _setting(name, section, entry, hints[entry.name])
-        for name, section in section_types().items()
-        for hints in (typing.get_type_hints(section),)
-        for entry in dataclasses.fields(section)
+        setting for name, section in section_types().items() for setting in settings_of(name, section)
     )
+
+
+def settings_of(name: str, section: type[Section]) -> tuple[Setting, ...]:
+    """Return the settings of a section, under this name."""
+    hints = typing.get_type_hints(section)
+    return tuple(_setting(name, section, entry, hints[entry.name]) for entry in dataclasses.fields(section))
 
 
 def paths_of(*classes: ResumeClass) -> tuple[str, ...]:

@@ -32,10 +32,7 @@ _RAMP: Final = "training.rampup_batch_size"
 def global_batch_size(draft: Draft) -> DerivedValue:
     training, dp = draft.config.training, draft.derived.data_parallel_size
     if training.step_batch_size_schedule is not None:
-        try:
-            steps = parse_steps(training.step_batch_size_schedule, seq_length=draft.config.data.seq_length)
-        except ConfigError:
-            raise UnresolvedError from None  # The rule `batch_sizes_are_valid` reports it.
+        steps = parse_steps(training.step_batch_size_schedule, seq_length=draft.config.data.seq_length)
         return DerivedValue(steps.sizes[-1], "the last entry of --step-batch-size-schedule")
     return DerivedValue(training.micro_batch_size * dp, f"micro-batch {training.micro_batch_size} * dp {dp}")
 
@@ -161,10 +158,7 @@ def pieces_are_valid(draft: Draft) -> Problems:
 
 @note("result")
 def samples_are_cut(draft: Draft) -> Notes:
-    try:
-        steps = length_steps(draft.config)
-    except ConfigError:
-        raise UnresolvedError from None  # The rule `pieces_are_valid` reports it.
+    steps = length_steps(draft.config)
     if steps is not None and not draft.config.training.only_evaluates:
         pieces = ", ".join(f"{length} from sample {start} on" for start, length in steps.steps)
         yield (
@@ -304,17 +298,13 @@ def tokens_per_iteration(draft: Draft) -> DerivedValue:
 @derives("derived.start_iteration")
 def start_iteration(draft: Draft) -> DerivedValue:
     stored = draft.facts.checkpoint
-    return DerivedValue(stored.iteration, f"{stored.path}") if stored else DerivedValue(0, "no checkpoint")
+    return DerivedValue(*((stored.iteration, stored.path) if stored else (0, "no checkpoint")))
 
 
 @derives("derived.start_consumed_samples")
 def start_consumed_samples(draft: Draft) -> DerivedValue:
     stored = draft.facts.checkpoint
-    return (
-        DerivedValue(stored.consumed_train_samples, f"{stored.path}")
-        if stored
-        else DerivedValue(0, "no checkpoint")
-    )
+    return DerivedValue(*((stored.consumed_train_samples, stored.path) if stored else (0, "no checkpoint")))
 
 
 @derives("derived.train_iters")

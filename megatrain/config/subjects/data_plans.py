@@ -25,7 +25,6 @@ from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.facts import DataPhase, DatasetFacts
 from megatrain.config.plan import DerivedValue, Draft, Plan
 from megatrain.config.registry import Notes, Problems, derives, note, rule
-from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.subjects.batches import sizes_of_batches
 
 MAX_SEED: Final = 2**32 - 1
@@ -117,9 +116,8 @@ def requested_valid_samples(draft: Draft) -> DerivedValue:
     remaining = evals.remaining(stored.iteration if stored else 0)
     remaining += bool(stored and stored.is_evaluation_left)
     needed = consumed + remaining * evals.samples
-    if (
-        evals.samples and needed > evals.planned * evals.samples
-    ):  # the interval was shorter before, for example
+    if evals.samples and needed > evals.planned * evals.samples:
+        # The interval was shorter before, for example.
         return DerivedValue(needed, f"{consumed} so far, and {remaining} to come * {each}")
     return DerivedValue(evals.planned * evals.samples, f"{evals.planned} * {each}")
 
@@ -251,19 +249,8 @@ def parse_transitions(text: str | None) -> tuple[int, ...]:
 
 @derives("derived.phase_transitions")
 def phase_transitions(draft: Draft) -> DerivedValue:
-    try:
-        found = parse_transitions(draft.config.data.phase_transition_iterations)
-    except ConfigError:
-        raise UnresolvedError from None  # The rule `phases_are_valid` reports it.
+    found = parse_transitions(draft.config.data.phase_transition_iterations)
     return DerivedValue(found, "--phase-transition-iterations" if found else "training data does not change")
-
-
-@rule
-def phases_are_valid(draft: Draft) -> Problems:
-    try:
-        parse_transitions(draft.config.data.phase_transition_iterations)
-    except ConfigError as error:
-        yield from error.problems
 
 
 @derives("derived.train_start")

@@ -232,15 +232,10 @@ def _obstacles(draft: Draft) -> Iterator[str]:
         yield "the function of --loss may wait for the GPU"
     if config.training.offloads_activations:
         yield "activations are offloaded to host memory"
-    yield from _obstacles_of_ranks(draft)
+    if config.parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
+        yield "ZeRO-2 and ZeRO-3 communicate within the passes"
     if config.experts.num_experts is not None:
         yield from _obstacles_of_experts(draft)
-
-
-def _obstacles_of_ranks(draft: Draft) -> Iterator[str]:
-    parallel = draft.config.parallel
-    if parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
-        yield "ZeRO-2 and ZeRO-3 communicate within the passes"
 
 
 def _obstacles_of_experts(draft: Draft) -> Iterator[str]:

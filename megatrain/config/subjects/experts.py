@@ -77,10 +77,8 @@ def expert_gemms_are_not_grouped(draft: Draft) -> Notes:
         for layer in draft.derived.model_spec.layers
         if layer.experts is not None
     }
-    dtype, widths = (
-        draft.config.precision.params_dtype,
-        {*widths, draft.config.model.hidden_size} if widths else widths,
-    )
+    dtype = draft.config.precision.params_dtype
+    widths |= {draft.config.model.hidden_size} if widths else set()
     if widths and (dtype != "bfloat16" or any(width % 8 for width in widths)):
         reason = f"in {dtype}" if dtype != "bfloat16" else "with widths that are not multiples of 8"
         yield (

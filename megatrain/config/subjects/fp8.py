@@ -137,15 +137,6 @@ def _layers_of_flags(draft: Draft) -> tuple[int, ...]:
     return (*range(first, last), *range(count, len(draft.derived.model_spec.all_layers)))
 
 
-@rule
-def fp8_recipe_is_supported(draft: Draft) -> Problems:
-    precision = draft.config.precision
-    if precision.fp8_format is None:
-        return
-    if "mxfp8" in _recipe_names(draft):
-        yield from _problems_of_mxfp8(draft)
-
-
 def _recipe_names(draft: Draft) -> set[str]:
     return {recipe.name for recipe in fp8_recipes(draft)}
 
@@ -165,13 +156,13 @@ def choice_of(draft: Draft, recipe: str) -> str:
     return f"--fp8-recipe {recipe}" if precision.fp4_format is None else f"--fp4-format {flags.format}"
 
 
-def _problems_of_mxfp8(draft: Draft) -> Problems:
-    """GPUs use the products of Transformer Engine, for all linear layers; a CPU emulates them."""
-    flag, other = choice_of(draft, "mxfp8"), _fix_of(draft, "mxfp8")
-    capability = draft.facts.device_capability
-    reason = local_fp8_layers(draft)
-    if draft.config.training.device != "cuda":
+@rule
+def fp8_recipe_is_supported(draft: Draft) -> Problems:
+    """GPUs use the products of Transformer Engine for MXFP8, for all linear layers; a CPU emulates them."""
+    has_fp8, capability = draft.config.precision.fp8_format is not None, draft.facts.device_capability
+    if not has_fp8 or "mxfp8" not in _recipe_names(draft) or draft.config.training.device != "cuda":
         return
+    flag, other, reason = choice_of(draft, "mxfp8"), _fix_of(draft, "mxfp8"), local_fp8_layers(draft)
     if capability is not None and capability < MIN_CAPABILITY_OF_MXFP8:
         yield Problem(
             f"{flag} requires Blackwell GPUs, and {draft.facts.device_name} is not one",

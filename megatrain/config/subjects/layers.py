@@ -206,11 +206,9 @@ def plain_layers(draft: Draft) -> DerivedValue | None:
     words, model = draft.config.model.spec, draft.config.model
     if not words or plain_family(words) is None or _names_layers_of_others(draft):
         return None
-    described = (
-        "--hybrid-layer-pattern describes the layers"
-        if model.model_family == "hybrid"
-        else ("flags such as --normalization and --swiglu describe the GPT layer")
-    )
+    described = "flags such as --normalization and --swiglu describe the GPT layer"
+    if model.model_family == "hybrid":
+        described = "--hybrid-layer-pattern describes the layers"
     return DerivedValue(
         (), f"--spec {' '.join(words)}: {described}, and --transformer-impl names the implementation"
     )

@@ -263,19 +263,11 @@ def modules_with_experts(draft: Draft) -> DerivedValue | None:
 @rule
 def recomputation_is_complete(draft: Draft) -> Problems:
     training = draft.config.training
-    kind, method, layers = (
-        training.recompute_granularity,
-        training.recompute_method,
-        training.recompute_num_layers,
-    )
-    if kind == "full" and (method is None or layers is None):
-        missing = " and ".join(
-            flag
-            for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers))
-            if value is None
-        )
+    names = ("recompute_method", "recompute_num_layers")
+    missing = [flag_of(name) for name in names if getattr(training, name) is None]
+    if training.recompute_granularity == "full" and missing:
         yield Problem(
-            f"--recompute-granularity full requires {missing}",
+            f"--recompute-granularity full requires {' and '.join(missing)}",
             "add --recompute-method uniform --recompute-num-layers 1, which recomputes every layer",
         )
 

@@ -22,12 +22,7 @@ from megatrain.config.derive.families import (
 )
 from megatrain.config.derive.hybrid_pattern import SIDE_BY_SIDE, HybridPattern, known_pattern
 from megatrain.config.derive.layer_blocks import LINEAR, LayersError, layer_blocks
-from megatrain.config.derive.patterns import (
-    PatternError,
-    parse_expert_pattern,
-    parse_layer_pattern,
-    parse_window,
-)
+from megatrain.config.derive.patterns import parse_expert_pattern, parse_layer_pattern, parse_window
 from megatrain.config.derive.vision import num_positions, vision_spec
 from megatrain.config.model_spec.activation import Activation
 from megatrain.config.model_spec.attention import AttentionSpec, IndexerSpec, SparseAttentionSpec
@@ -79,18 +74,15 @@ def spec_of_flags(draft: Draft) -> ModelSpec:
         vocab_size, model = 0, model.replaced({"padded_vocab_size": 0})
     if model.model_family == "hybrid" and known_pattern(model.hybrid_layer_pattern) is None:
         raise UnresolvedError
-    try:
-        spec = describe_model(
-            model.replaced({"max_position_embeddings": num_positions(config)}),
-            config.experts,
-            config.vision,
-            vocab_size=vocab_size,
-            qk_norm_decays=config.optimizer.apply_wd_to_qk_layernorm,
-            labels=max_labels(model, config.data),
-        )
-        return dataclasses.replace(spec, lora=_lora(config.adapters))
-    except (LayersError, PatternError) as error:
-        raise UnresolvedError from error
+    spec = describe_model(
+        model.replaced({"max_position_embeddings": num_positions(config)}),
+        config.experts,
+        config.vision,
+        vocab_size=vocab_size,
+        qk_norm_decays=config.optimizer.apply_wd_to_qk_layernorm,
+        labels=max_labels(model, config.data),
+    )
+    return dataclasses.replace(spec, lora=_lora(config.adapters))
 
 
 def _lora(adapters: AdaptersConfig) -> LoraSpec | None:

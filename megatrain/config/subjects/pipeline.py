@@ -55,8 +55,8 @@ _COUNTED: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_
 """Settings of what counts in that split."""
 
 
-class PipelineError(Exception):
-    """Settings of the pipeline that fit no model; a rule reports the problem."""
+class PipelineError(UnresolvedError):
+    """Settings of the pipeline that fit no model; the rule `pipeline_is_valid` reports the problem."""
 
     def __init__(self, text: str, fix: str) -> None:
         super().__init__(text)
@@ -66,30 +66,21 @@ class PipelineError(Exception):
 @derives("derived.pipeline_chunks")
 def pipeline_chunks(draft: Draft) -> DerivedValue:
     """Derive the number of model chunks of each rank."""
-    try:
-        return DerivedValue(*_chunks(draft))
-    except PipelineError as error:
-        raise UnresolvedError from error
+    return DerivedValue(*_chunks(draft))
 
 
 @derives("derived.pipeline_layers")
 def pipeline_layers(draft: Draft) -> DerivedValue:
     """Derive the number of layers of each virtual stage."""
-    try:
-        counts, reason = _layers(draft)
-        _check_stages(counts, draft.derived.mtp_stage, _tower_layers(draft))
-    except PipelineError as error:
-        raise UnresolvedError from error
+    counts, reason = _layers(draft)
+    _check_stages(counts, draft.derived.mtp_stage, _tower_layers(draft))
     return DerivedValue(counts, reason)
 
 
 @derives("derived.tower_layers")
 def tower_layers(draft: Draft) -> DerivedValue:
     """Derive the number of layers of the vision tower of each virtual stage."""
-    try:
-        return DerivedValue(found := _tower_layers(draft), "balanced by FLOPs" if found else "no split tower")
-    except PipelineError as error:
-        raise UnresolvedError from error
+    return DerivedValue(found := _tower_layers(draft), "balanced by FLOPs" if found else "no split tower")
 
 
 def _tower_layers(draft: Draft) -> tuple[int, ...]:
@@ -104,10 +95,7 @@ def _tower_layers(draft: Draft) -> tuple[int, ...]:
 @derives("derived.mtp_stage")
 def mtp_stage(draft: Draft) -> DerivedValue:
     """Derive the virtual stage of multi-token prediction."""
-    try:
-        return DerivedValue(*_mtp_stage(draft, draft.derived.pipeline_chunks))
-    except PipelineError as error:
-        raise UnresolvedError from error
+    return DerivedValue(*_mtp_stage(draft, draft.derived.pipeline_chunks))
 
 
 @derives("parallel.pipeline_schedule")
@@ -164,11 +152,8 @@ def pipeline_is_valid(draft: Draft) -> Problems:
         _check_stages(counts, _mtp_stage(draft, chunks)[0])
     except PipelineError as error:
         yield error.problem
-    parallel = draft.config.parallel
-    pp, group = (
-        parallel.pipeline_model_parallel_size,
-        parallel.microbatch_group_size_per_virtual_pipeline_stage,
-    )
+    group = draft.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    pp = draft.config.parallel.pipeline_model_parallel_size
     if group is not None and group < pp:
         yield Problem(
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {pp}:"
@@ -197,10 +182,8 @@ def _chunks(draft: Draft) -> tuple[int, str]:
     """Return the chunks per rank, and the reason."""
     parallel, layers = draft.config.parallel, num_layers(draft.config.model)
     pp, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
-    given, per_stage = (
-        parallel.num_virtual_stages_per_pipeline_rank,
-        parallel.num_layers_per_virtual_pipeline_stage,
-    )
+    given = parallel.num_virtual_stages_per_pipeline_rank
+    per_stage = parallel.num_layers_per_virtual_pipeline_stage
     if pp == 1:
         return 1, "one stage"
     if of_pattern := _stages_of_pattern(draft):

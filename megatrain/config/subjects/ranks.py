@@ -53,10 +53,8 @@ def world_size_is_for_dry_runs(draft: Draft) -> Problems:
 @derives("derived.data_parallel_size")
 def data_parallel_size(draft: Draft) -> DerivedValue:
     world, parallel = draft.derived.world_size, draft.config.parallel
-    replica, cp = (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
+    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
     ranks = f"{world} rank{'' if world == 1 else 's'}"
     if cp == 1:
         return DerivedValue(whole(world, replica), f"{ranks} / (tp * pp = {replica})")
@@ -365,14 +363,9 @@ def distributed_backend(draft: Draft) -> DerivedValue:
 @overrides("parallel.distributed_backend")
 def gloo_without_gpu(draft: Draft) -> DerivedValue | None:
     """Override --distributed-backend nccl on CPUs."""
-    is_nccl_on_cpu = (
-        draft.config.training.device == "cpu" and draft.config.parallel.distributed_backend == "nccl"
-    )
-    return (
-        DerivedValue("gloo", "--distributed-backend nccl needs GPUs; on CPUs gloo is used")
-        if is_nccl_on_cpu
-        else None
-    )
+    if draft.config.training.device != "cpu" or draft.config.parallel.distributed_backend != "nccl":
+        return None
+    return DerivedValue("gloo", "--distributed-backend nccl needs GPUs; on CPUs gloo is used")
 
 
 @derives("derived.startup_timeout_seconds")

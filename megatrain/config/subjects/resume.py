@@ -27,7 +27,7 @@ from megatrain.config.schema.resume_class import (
 )
 from megatrain.config.schema.tokenizer import is_same_tokenizer
 from megatrain.config.schema.training import HF_PREFIX
-from megatrain.config.schema.tree import Config, Setting, settings
+from megatrain.config.schema.tree import Config, Setting, in_words, settings
 from megatrain.config.schema.values import is_resolved
 
 _MAX_SHOWN: Final = 160
@@ -274,12 +274,10 @@ def _with_unit(setting: Setting, value: Any) -> str:
 
 
 def _as_text(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    text = "none" if value is None else str(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+    text = in_words(value)
+    if isinstance(value, list) or len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def _as_flag(setting: Setting, value: Any) -> str:

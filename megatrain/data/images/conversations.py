@@ -155,9 +155,10 @@ class Encoder:
 def _bytes_of(row: Row, image: str) -> bytes:
     try:
         return row.read(image)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no name that a file may have
+        reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(
-            f"{image}: no image: {error.strerror}", fix="replace the file, or remove its sample"
+            f"{image}: no image: {reason}", fix="replace the file, or remove its sample"
         ) from error
 
 

@@ -198,7 +198,7 @@ def _text(content: bytes, where: str) -> str:
 def _object(text: bytes, where: str) -> Mapping[str, Any]:
     try:
         row = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: no JSON: {error}", fix="correct the line") from error
     if not isinstance(row, dict):
         raise InputError(f"{where}: no object", fix="write a sample on each line (docs/data.md)")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import InputError, MegatrainError
-from megatrain.data.samples.sources import SAMPLED_BYTES, WHOLE_BYTES
+from megatrain.data.samples.sources import sampled_parts
 
 if TYPE_CHECKING:
     from megatrain.data.samples.index_cache import IndexCache
@@ -101,12 +101,9 @@ def file_digest(path: Path) -> str:
     size = path.stat().st_size
     result = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        if size <= WHOLE_BYTES:
-            result.update(file.read())
-        else:
-            for position in (0, size // 2, size - SAMPLED_BYTES):
-                file.seek(position)
-                result.update(file.read(SAMPLED_BYTES))
+        for position, count in sampled_parts(size):
+            file.seek(position)
+            result.update(file.read(count))
     return result.hexdigest()
 
 

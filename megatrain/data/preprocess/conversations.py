@@ -89,7 +89,7 @@ def make_formatter(settings: ConversationSettings) -> Callable[[Row], list[Conve
                 which = f"conversation {number} of {len(parts)}" if len(parts) > 1 else "the conversation"
                 raise InvalidDocumentError(f"{which} has no text of the assistant")
             _require_characters(segments)
-            found.append(Conversation(segments, _is_answer(messages[-1])))
+            found.append(Conversation(segments, messages[-1]["role"] == "assistant"))
         return found
 
     return conversations
@@ -197,10 +197,6 @@ def _require_characters(segments: Sequence[Segment]) -> None:
             raise InvalidDocumentError(
                 "the conversation contains half of a surrogate pair, which is not a character"
             ) from None
-
-
-def _is_answer(message: Message) -> bool:
-    return bool(message["role"] == "assistant")
 
 
 Builder = Callable[[Sequence[Message], Row], list[Segment]]

@@ -1,66 +1,98 @@
 """The command line of `preprocess_data.py`, with Megatron-LM's flag names.
 
-Tokenizer flags are generated from the fields of `TokenizerConfig`. All problems of a command line are reported at once.
+Flags are generated from the fields of `PreprocessFlags` and `TokenizerConfig`. All problems of a command line are reported at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NoReturn, get_args
+from typing import Any, Final, Literal, NoReturn
 
-from megatrain.config.cli.help_text import field_help
+from megatrain.config.cli.help_text import docs_of, field_help
 from megatrain.config.cli.parse_value import BadValueError, accepted_values, load_value
 from megatrain.config.errors import ConfigError, Problem
+from megatrain.config.schema.resume_class import SILENT
+from megatrain.config.schema.setting import Section, setting
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.config.schema.tree import Setting, closest_name, flag_of, settings
-from megatrain.config.schema.values import Range
+from megatrain.config.schema.tree import Setting, closest_name, flag_of, in_words, settings, settings_of
+from megatrain.config.schema.values import REQUIRED
 from megatrain.data.preprocess.conversations import PromptFormat
 from megatrain.data.preprocess.inputs import InputFormat
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreprocessSettings:
-    """The settings of a preprocessing run."""
+class PreprocessFlags(Section, on_resume=SILENT):
+    """The flags of preprocessing. The docstring under a field is its help text."""
 
-    input: tuple[str, ...]
-    """Input paths and globs, in order."""
-    output_prefix: str
-    """Prefix of `<output_prefix>_<key>_document.bin`, `.idx` and `.json`."""
+    input: tuple[str, ...] = setting(REQUIRED, example="FILE")
+    """JSON Lines or text (.txt, .md; also with .gz, .bz2, .zst), .parquet; paths, folders, quoted globs."""
     input_format: InputFormat = "auto"
-    """Format of the input files; auto: by suffix."""
+    """Read every file but Parquet as JSON Lines or as text; auto: .txt and .md are text, others JSON Lines."""
     text_documents: Literal["file", "line"] = "file"
     """The part of a text file that is a document."""
+    output_prefix: str = setting(REQUIRED, example="PREFIX")
+    """Write PREFIX_KEY_document.bin, .idx and .json (PREFIX_KEY_sentence with --split-sentences)."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of each object to tokenize; each key makes its own dataset."""
+    """Keys to tokenize; each makes its own dataset; text files have one."""
+    on_bad_line: Literal["stop", "skip", "quarantine"] = "stop"
+    """Handling of a line that contains no document; quarantine writes it to PREFIX.bad_lines.jsonl."""
+    max_line_mb: int = setting(64, at_least=1)
+    """Megabytes above which a line is a bad line; a worker needs about 150 times the longest line in memory."""
+    append_eod: bool = False
+    """Append the end-of-document id to every document that is not empty; conversations always end with it."""
     sft: bool = False
-    """Read conversations: lists of messages."""
+    """Read conversations, lists of messages with role and content (key messages), and write tokens and a loss mask."""
     sft_tokenizer_prompt_format: PromptFormat | None = None
-    """Text around the messages of a conversation; None: `default` if there is a chat template, else `chatml`."""
+    """Text around messages; default: the tokenizer's chat template (needs jinja2), used if there is one, else chatml."""
     chat_template: str | None = None
-    """File with the template of the format `default`."""
+    """File with a Jinja template in place of the tokenizer's."""
     split_sentences: bool = False
-    """Split texts into sentences; each becomes a sequence."""
+    """Make a sequence of each sentence (needs nltk and its punkt models, or syntok)."""
     keep_newlines: bool = False
     """Keep the white space between two sentences at the end of the first one."""
     lang: str = "english"
     """nltk's name of the language of the text."""
-    append_eod: bool = False
-    """Append the end-of-document id to every non-empty document."""
-    workers: int = 1
+    workers: int = setting(1, at_least=1)
     """Tokenizer processes."""
+    log_interval: int = setting(1000, at_least=1)
+    """Documents between progress lines; at most one line per second is printed."""
+    partitions: int | None = setting(None, at_least=1)
+    """Without effect: workers share all files."""
+    keep_sequential_samples: bool = False
+    """Without effect: output always has the order of the input."""
+    dataset_impl: Literal["mmap"] | None = None
+    """Without effect: there is one format of output files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessSettings(PreprocessFlags):
+    """The settings of a preprocessing run."""
+
     tokenizer: TokenizerConfig
-    log_interval: int = 1000
-    """Documents between two progress lines."""
-    on_bad_line: Literal["stop", "skip", "quarantine"] = "stop"
-    """Handling of a line that contains no document."""
-    max_line_mb: int = 64
-    """Megabytes above which a line is a bad line."""
-    without_effect: tuple[str, ...] = ()
-    """Given flags without effect."""
+
+    @property
+    def without_effect(self) -> list[str]:
+        """The given flags without effect."""
+        return [flag for flag in WITHOUT_EFFECT if getattr(self, flag[2:].replace("-", "_"))]
+
+
+WITHOUT_EFFECT: Final = {
+    "--partitions": "workers share all files",
+    "--keep-sequential-samples": "the output always has the order of the input",
+    "--dataset-impl": "there is one format of .bin and .idx files, Megatron-LM's mmap",
+}
+"""Flags that are accepted and change nothing, and the reason."""
+_SETTINGS: Final = {one.name: one for one in settings_of("preprocess", PreprocessFlags)}
+_TITLES: Final = {
+    "input": "input and output",
+    "sft": "conversations",
+    "split_sentences": "sentences",
+    "workers": "runtime",
+}
+"""Titles in the help text, by the first setting below each."""
 
 
 def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
@@ -72,24 +104,24 @@ def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = _make_parser(with_help=bool({"-h", "--help"} & set(arguments)))
     values, unknown = parser.parse_known_args(arguments)
-    given = {name: value for name, value in vars(values).items() if value not in (None, False)}
+    given = {name: value for name, value in vars(values).items() if value is not None}
     flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001 - no other list
     problems = _unknown_flags(unknown, arguments, flags)
-    loaded = given | load_values(_SETTINGS, given, problems)
+    loaded = load_values(_SETTINGS, given, problems)
     tokenizer = {"tokenizer_type": "HuggingFaceTokenizer"} | load_values(
         tokenizer_settings(), given, problems
     )
-    problems += _missing_flags(given) + _invalid_values(loaded)
+    problems += [
+        Problem(f"{one.flag} is missing", f"give {one.flag} {one.example}")
+        for one in _SETTINGS.values()
+        if one.is_required and one.name not in given
+    ]
+    problems += _invalid_values(loaded)
     if problems:
         raise ConfigError.of(problems)
-    if "sft" in given:
+    if loaded.get("sft"):
         loaded = {"json_keys": ("messages",)} | loaded
-    fields = {field.name for field in dataclasses.fields(PreprocessSettings)}
-    return PreprocessSettings(
-        **{name: value for name, value in loaded.items() if name in fields},
-        tokenizer=TokenizerConfig(**tokenizer),
-        without_effect=tuple(flag for flag in WITHOUT_EFFECT if flag[2:].replace("-", "_") in given),
-    )
+    return PreprocessSettings(**loaded, tokenizer=TokenizerConfig(**tokenizer))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,25 +146,21 @@ def _make_parser(*, with_help: bool) -> argparse.ArgumentParser:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    for title, flags in _FLAGS.items():
-        group = parser.add_argument_group(title)
-        for flag, (metavar, text) in flags.items():
-            if metavar is None:
-                group.add_argument(flag, action="store_true", help=text)
-            else:
-                group.add_argument(flag, nargs="*", metavar=metavar, help=text + _default_of(flag))
+    docs = docs_of(PreprocessFlags) if with_help else {}
+    group: Any = parser
+    for name, one in _SETTINGS.items():
+        group = parser.add_argument_group(_TITLES[name]) if name in _TITLES else group
+        _add_flag(group, one, docs.get(name, "") + _default_of(one), nargs="*")
     group = parser.add_argument_group("tokenizer")
     add_tokenizer_flags(group, field_help() if with_help else {}, nargs="*")
     return parser
 
 
-def _default_of(flag: str) -> str:
-    """Return the default of a flag for its help text."""
-    defaults = {field.name: field.default for field in dataclasses.fields(PreprocessSettings)}
-    value = defaults.get(flag.removeprefix("--").replace("-", "_"), dataclasses.MISSING)
-    if value is dataclasses.MISSING:
+def _default_of(one: Setting) -> str:
+    """Return the default of a setting for its help text."""
+    if one.is_required or one.default in (None, False):
         return ""
-    return f" (default: {' '.join(value) if isinstance(value, tuple) else value})"
+    return f" (default: {in_words(one.default)})"
 
 
 def add_tokenizer_flags(group: Any, texts: Mapping[str, str], *, nargs: Literal["*"] | None = None) -> None:
@@ -142,114 +170,26 @@ def add_tokenizer_flags(group: Any, texts: Mapping[str, str], *, nargs: Literal[
         texts: help texts by path of the setting.
         nargs: `*` where no positional argument follows: a flag with a wrong number of values is then reported by its name.
     """
-    for setting in tokenizer_settings().values():
-        text = texts.get(setting.path, "").replace("%", "%%")
-        if setting.kind is bool:
-            group.add_argument(
-                setting.flag, dest=setting.name, action="store_const", const=["true"], help=text
-            )
-            off = f"turn {setting.flag} off" if setting.default else argparse.SUPPRESS
-            group.add_argument(
-                setting.opposite_flag, dest=setting.name, action="store_const", const=["false"], help=off
-            )
-            continue
-        metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.kind.__name__.upper()
-        metavar += " ..." * setting.is_list
-        count = nargs or ("+" if setting.is_list else 1)
-        group.add_argument(setting.flag, dest=setting.name, metavar=metavar, nargs=count, help=text)
+    for one in tokenizer_settings().values():
+        _add_flag(group, one, texts.get(one.path, ""), nargs=nargs)
 
 
-_FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
-    "input and output": {
-        "--input": (
-            "FILE ...",
-            "JSON Lines or text (.txt, .md; also with .gz, .bz2, .zst), .parquet; paths, folders, quoted globs",
-        ),
-        "--input-format": (
-            "{auto,jsonl,text}",
-            "read every file but Parquet as JSON Lines or as text; auto: .txt and .md are text, others JSON Lines",
-        ),
-        "--text-documents": ("{file,line}", "the part of a text file that is a document"),
-        "--output-prefix": (
-            "PREFIX",
-            "write PREFIX_KEY_document.bin, .idx and .json (PREFIX_KEY_sentence with --split-sentences)",
-        ),
-        "--json-keys": ("KEY ...", "keys to tokenize; each makes its own dataset; text files have one"),
-        "--on-bad-line": (
-            "{stop,skip,quarantine}",
-            "handling of a line that contains no document; quarantine writes it to PREFIX.bad_lines.jsonl",
-        ),
-        "--max-line-mb": (
-            "MB",
-            "megabytes above which a line is a bad line; a worker needs about 150 times the longest line in memory",
-        ),
-        "--append-eod": (
-            None,
-            "append the end-of-document id to every document; conversations always end with it",
-        ),
-    },
-    "conversations": {
-        "--sft": (
-            None,
-            "read lists of messages with role and content (key messages), and write tokens and a loss mask",
-        ),
-        "--sft-tokenizer-prompt-format": (
-            f"{{{','.join(get_args(PromptFormat))}}}",
-            "text around messages; `default`: the tokenizer's chat template (needs jinja2), used if there is one, else chatml",
-        ),
-        "--chat-template": ("FILE", "Jinja template in place of the tokenizer's"),
-    },
-    "sentences": {
-        "--split-sentences": (
-            None,
-            "make a sequence of each sentence (needs nltk and its punkt models, or syntok)",
-        ),
-        "--keep-newlines": (None, "keep the white space after a sentence"),
-        "--lang": ("LANGUAGE", "nltk's name of the language"),
-    },
-    "runtime": {
-        "--workers": ("N", "tokenizer processes"),
-        "--log-interval": ("N", "documents between progress lines; at most one line per second is printed"),
-        "--partitions": ("N", "without effect: workers share all files"),
-        "--keep-sequential-samples": (None, "without effect: output always has the order of the input"),
-        "--dataset-impl": ("{mmap}", "without effect: there is one format of output files"),
-    },
-}
-"""By title: every flag, its metavar (None: a flag without value), which `_setting` reads, and its help."""
-WITHOUT_EFFECT: Final = {
-    "--partitions": "workers share all files",
-    "--keep-sequential-samples": "the output always has the order of the input",
-    "--dataset-impl": "there is one format of .bin and .idx files, Megatron-LM's mmap",
-}
-"""Flags that are accepted and change nothing, and the reason."""
-
-
-def _setting(flag: str, metavar: str) -> Setting:
-    """Return the setting of a flag: a choice, a count of at least 1, a text, or a list of texts."""
-    is_count = metavar in {"N", "MB"}
-    return Setting(
-        section="preprocess",
-        name=flag.removeprefix("--").replace("-", "_"),
-        kind=int if is_count else str,
-        choices=tuple(metavar.strip("{}").split(",")) if metavar.startswith("{") else (),
-        is_list=metavar.endswith(" ..."),
-        is_optional=False,
-        default=None,
-        range=Range(at_least=1) if is_count else None,
-    )
-
-
-_SETTINGS: Final = {
-    setting.name: setting
-    for flags in _FLAGS.values()
-    for setting in (_setting(flag, metavar) for flag, (metavar, _) in flags.items() if metavar is not None)
-}
-"""The flags with a value, without the flags of the tokenizer."""
+def _add_flag(group: Any, one: Setting, text: str, *, nargs: Literal["*"] | None) -> None:
+    text = text.replace("%", "%%")
+    if one.kind is bool:
+        off = f"turn {one.flag} off" if one.default else argparse.SUPPRESS
+        for flag, value, shown in ((one.flag, "true", text), (one.opposite_flag, "false", off)):
+            group.add_argument(flag, dest=one.name, action="store_const", const=[value], help=shown)
+        return
+    metavar = "{" + ",".join(one.choices) + "}" if one.choices else one.kind.__name__.upper()
+    metavar = (one.example if one.is_required else metavar) + " ..." * one.is_list
+    count = nargs or ("+" if one.is_list else 1)
+    group.add_argument(one.flag, dest=one.name, metavar=metavar, nargs=count, help=text)
 
 
 def tokenizer_settings() -> dict[str, Setting]:
     """Return the settings of the tokenizer by name."""
-    return {setting.name: setting for setting in settings() if setting.section == "tokenizer"}
+    return {one.name: one for one in settings() if one.section == "tokenizer"}
 
 
 def load_values(
@@ -257,30 +197,16 @@ def load_values(
 ) -> dict[str, Any]:
     """Load the values of the given settings; append problems for invalid ones."""
     values: dict[str, Any] = {}
-    for name, setting in settings.items():
-        if name not in given:
-            continue
-        arguments = given[name]
-        if not arguments:
-            problems.append(
-                Problem(f"{setting.flag} has no value", f"give {setting.flag} {accepted_values(setting)}")
-            )
+    for name in (name for name in settings if name in given):
+        one, words = settings[name], given[name]
+        if not words:
+            problems.append(Problem(f"{one.flag} has no value", f"give {one.flag} {accepted_values(one)}"))
             continue
         try:
-            values[name] = load_value(
-                setting, arguments if setting.is_list or len(arguments) > 1 else arguments[0]
-            )
+            values[name] = load_value(one, words if one.is_list or len(words) > 1 else words[0])
         except BadValueError as error:
-            problems.append(Problem(f"{setting.flag} {' '.join(arguments)} {error.text}", error.fix))
+            problems.append(Problem(f"{one.flag} {' '.join(words)} {error.text}", error.fix))
     return values
-
-
-def _missing_flags(given: Mapping[str, Any]) -> list[Problem]:
-    return [
-        Problem(f"{flag_of(name)} is missing", f"give {flag_of(name)} {value}")
-        for name, value in (("input", "FILE"), ("output_prefix", "PREFIX"))
-        if name not in given
-    ]
 
 
 def _invalid_values(loaded: Mapping[str, Any]) -> list[Problem]:
@@ -310,14 +236,14 @@ def _invalid_values(loaded: Mapping[str, Any]) -> list[Problem]:
             f"add --split-sentences, or leave {flag_of(name)} out{reason}",
         )
         for name, reason in (("keep_newlines", ": unsplit texts keep all newlines"), ("lang", ""))
-        if name in loaded and "split_sentences" not in loaded
+        if loaded.get(name) and not loaded.get("split_sentences")
     ]
     return problems + _conversation_problems(loaded)
 
 
 def _conversation_problems(loaded: Mapping[str, Any]) -> list[Problem]:
     """Return problems of the flags of conversations."""
-    if "sft" not in loaded:
+    if not loaded.get("sft"):
         return [
             Problem(
                 f"{flag_of(name)} has no meaning without --sft", f"add --sft, or leave {flag_of(name)} out"
@@ -326,7 +252,7 @@ def _conversation_problems(loaded: Mapping[str, Any]) -> list[Problem]:
             if name in loaded
         ]
     problems = []
-    if "split_sentences" in loaded:
+    if loaded.get("split_sentences"):
         problems.append(Problem("--sft does not split sentences", "remove --split-sentences"))
     if len(loaded.get("json_keys", ("messages",))) > 1:
         problems.append(Problem("--sft reads one key", "give --json-keys the key of the messages alone"))

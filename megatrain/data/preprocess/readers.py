@@ -232,12 +232,8 @@ def _until_failure(blocks: Iterable[bytes]) -> Iterator[bytes | Exception]:
 def _checked(file: InputFile, blocks: Iterable[bytes], *, is_start: bool) -> Iterator[bytes]:
     """Yield the blocks unchanged. Raise InputError for UTF-16, and at the end if the file has changed."""
     for block in blocks:
-        if is_start and block[:2] in {
-            b"\xff\xfe",
-            b"\xfe\xff",
-            b"{\0",
-            b"\0{",
-        }:  # a byte-order mark or an opening brace in UTF-16
+        # A byte-order mark or an opening brace in UTF-16.
+        if is_start and block[:2] in {b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{"}:
             raise InputError(
                 f"{file.path}: is UTF-16, not UTF-8", fix="convert it: iconv -f UTF-16 -t UTF-8 IN > OUT"
             )

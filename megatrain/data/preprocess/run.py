@@ -167,7 +167,9 @@ def _check_inputs(settings: PreprocessSettings, reader: ChunkReader, tokenizer: 
     _require_one_key(settings, reader.files)
     reader.require_readable()
     _require_distinct_files(reader.files, files_of_run(settings.output_prefix, _prefixes(settings).values()))
-    _require_eod(settings, tokenizer)
+    if (settings.append_eod or settings.sft) and tokenizer.eod is None:
+        flag = "--sft" if settings.sft else "--append-eod"
+        raise ConfigError.of([missing_end_of_document(settings.tokenizer, needed_by=flag)])
     if settings.sft and tokenizer.encode(""):
         raise ConfigError(
             "the tokenizer adds special tokens to every text, and a conversation consists of several texts",
@@ -258,12 +260,6 @@ def _require_distinct_files(files: Sequence[InputFile], paths: Iterable[Path]) -
     ]
     if problems:
         raise ConfigError.of(problems)
-
-
-def _require_eod(settings: PreprocessSettings, tokenizer: Tokenizer) -> None:
-    if (settings.append_eod or settings.sft) and tokenizer.eod is None:
-        flag = "--sft" if settings.sft else "--append-eod"
-        raise ConfigError.of([missing_end_of_document(settings.tokenizer, needed_by=flag)])
 
 
 def _require_tokens(outputs: Outputs) -> None:

@@ -126,9 +126,8 @@ class _ChunkedBlend:
         datasets = np.empty((self.num_chunks, self.length), np.int16)
         samples = np.empty((self.num_chunks, self.length), np.int64)
         wrong = np.arange(self.num_chunks)
-        while len(
-            wrong
-        ):  # the first wrong chunk starts at the end of a right one, so each round leaves fewer
+        # The first wrong chunk starts at the end of a right one, so each round leaves fewer.
+        while len(wrong):
             running = counts[wrong]
             datasets[wrong], samples[wrong] = self._run(first[wrong], running, self.length)
             ends[wrong] = running

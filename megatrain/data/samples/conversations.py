@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.errors import ConfigError
 from megatrain.data.indexed.reader import taken
-from megatrain.data.samples.dataset import Sample, TokenSpan
+from megatrain.data.samples.dataset import Sample, TokenSpan, check_ids
 from megatrain.data.samples.index_cache import digest
 from megatrain.data.samples.sources import content_digest
 
@@ -180,7 +180,7 @@ class ConversationDataset:
         starts, filled = [], 0
         for sequence in self._sequences(k):
             ids = self.source.read(sequence, 0, self._size(sequence) + 1)
-            self._check_ids(ids, sequence)
+            check_ids(self.source, sequence, 0, ids, self.options.vocab_size)
             end = filled + len(ids) - 1
             tokens[filled:end] = ids[:-1]
             labels[filled:end] = ids[1:]
@@ -221,11 +221,3 @@ class ConversationDataset:
     def _size(self, sequence: int) -> int:
         """Return the positions of a conversation."""
         return min(int(taken(self.source.lengths, sequence)[0]) - 1, self.options.seq_length)
-
-    def _check_ids(self, ids: npt.NDArray[np.integer], sequence: int) -> None:
-        size = self.options.vocab_size
-        if size is not None and int(ids.max()) >= size:
-            raise InputError(
-                f"{self.source.name}: sequence {sequence} has id {ids.max()}, outside the vocabulary of {size}",
-                fix="use the tokenizer that the data was made with, or the right --vocab-size",
-            )

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.config.errors import ConfigError
+from megatrain.config.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from megatrain.data.indexed.reader import SequenceSource
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -65,6 +67,18 @@ class TokenSpan:
     """Offset of the first token in the sequence."""
     length: int
     """Tokens. The last token of a sample may serve as a label only."""
+
+
+def check_ids(source: SequenceSource, sequence: int, offset: int, ids: Integers, size: int | None) -> None:
+    """Raise InputError if an id of a sequence, from `offset` on, is outside a vocabulary of this size; None: it is not known."""
+    if size is None or not len(ids) or 0 <= ids.min() <= ids.max() < size:
+        return
+    first = int(np.argmax((ids < 0) | (ids >= size)))
+    raise InputError(
+        f"{source.name}: document {source.document_of(sequence)} (sequence {sequence}, token {offset + first}) has id"
+        f" {ids[first]}, outside the vocabulary of {size}",
+        fix="use the tokenizer that the data was made with, or the right --vocab-size",
+    )
 
 
 class SampleDataset(Protocol):

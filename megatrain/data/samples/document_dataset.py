@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.errors import ConfigError
 from megatrain.data.images.packing import order_of_epoch
-from megatrain.data.samples.dataset import Sample, TokenSpan
+from megatrain.data.samples.dataset import Sample, TokenSpan, check_ids
 from megatrain.data.samples.gpt_dataset import make_sample
 
 if TYPE_CHECKING:
@@ -98,13 +98,7 @@ class DocumentDataset:
         """Return sample k, of as many tokens as it has labels."""
         span = self.spans(k)[0]
         ids = self.source.read(span.sequence, span.offset, span.length + 1).astype(np.int64)
-        size = self.options.vocab_size
-        if size is not None and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            raise InputError(
-                f"{self.source.name}: document {span.document} (sequence {span.sequence}) has an id outside the vocabulary of"
-                f" {size}: {int(ids.max())}",
-                fix="use the tokenizer that the data was made with, or the right --vocab-size",
-            )
+        check_ids(self.source, span.sequence, span.offset, ids, self.options.vocab_size)
         options = replace(self.options, seq_length=span.length)
         return make_sample(ids[:-1].copy(), ids[1:], options, np.zeros(1, np.int64))
 

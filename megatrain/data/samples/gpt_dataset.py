@@ -8,15 +8,13 @@ Source: Megatron-LM, core/datasets/gpt_dataset.py; rules in tests/golden.
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.config.errors import InputError
-from megatrain.data.samples.dataset import Sample, TokenSpan
+from megatrain.data.samples.dataset import Sample, TokenSpan, check_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -150,9 +148,8 @@ class GPTDataset:
         assert filled == len(text), "the index holds whole samples only"
         size = self.options.vocab_size
         if size is not None and not 0 <= text.min() <= text.max() < size:
-            first = int(np.argmax((text < 0) | (text >= size)))
-            place = bisect.bisect_right(starts, first) - 1
-            raise self._unknown_id(text[first], spans[place][0], spans[place][1] + first - starts[place])
+            for part, (sequence, offset, _) in zip(np.split(text, starts[1:]), spans, strict=True):
+                check_ids(self.source, sequence, offset, part, size)
         return text, np.array([start for start in starts if start < self.options.seq_length], np.int64)
 
     def _spans(self, number: int) -> Iterator[tuple[int, int, int | None]]:
@@ -166,10 +163,3 @@ class GPTDataset:
             yield sequence, offset, None
             offset = 0
         yield sequences[-1], offset, last_offset + 1 - offset
-
-    def _unknown_id(self, token: int, sequence: int, offset: int) -> InputError:
-        return InputError(
-            f"{self.source.name}: document {self.source.document_of(sequence)} (sequence {sequence}, token {offset}) has id"
-            f" {token}, outside the vocabulary of {self.options.vocab_size}",
-            fix="use the tokenizer that the data was made with, or the right --vocab-size",
-        )

@@ -158,8 +158,8 @@ class BatchLoader:
         # The calling thread copies, so that its stream orders the copy before the use. It copies before it submits the
         # next prefetch, whose threads would slow the copy down.
         batches = self._read(step).batches(self._device)
-        following = _Step(self._end(step), num_microbatches)
-        if self._threads is not None and self._has_samples(following):
+        following, end = _Step(self._end(step), num_microbatches), self._sampler.end
+        if self._threads is not None and (end is None or self._end(following) <= end):
             self._prefetched = (following, *self._submit(self._threads, following))
         return batches
 
@@ -209,16 +209,12 @@ class BatchLoader:
         """Return the samples consumed after a step, over all ranks."""
         return step.consumed_samples + step.num_microbatches * self._sampler.shard.global_micro_batch_size
 
-    def _has_samples(self, step: _Step) -> bool:
-        return self._sampler.end is None or self._end(step) <= self._sampler.end
-
     def _fill(self, host: _HostBatches, step: _Step, number: int) -> None:
         """Read micro-batch `number` into its rows."""
         size = self._sampler.shard.micro_batch_size
         samples = [self._samples[k] for k in self._sampler.indices(step.consumed_samples, number)]
-        if (
-            len(samples) < size
-        ):  # the last micro-batch of full validation: fill it up with samples without loss
+        # The last micro-batch of full validation is filled up with samples without loss.
+        if len(samples) < size:
             padding = _without_loss(samples[0] if samples else self._samples[0])
             samples += [padding] * (size - len(samples))
         for row, sample in enumerate(samples, start=number * size):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -73,14 +74,14 @@ _IGNORED: Final = {"mode", "format"}
 """Megatron-LM's keys with one value here: a distribution, of packed documents."""
 
 
-def mock_lengths(text: str, count: int, seed: int = 0) -> npt.NDArray[np.int32]:
+def mock_lengths(text: str, count: int) -> npt.NDArray[np.int32]:
     """Return the lengths of documents, at least 2 tokens each.
 
     Raises:
         InputError: the text is no file and no JSON of a known distribution.
     """
     values = _parsed(text)
-    random, low, high = np.random.default_rng(seed), int(values["min_seq_len"]), int(values["max_seq_len"])
+    random, low, high = np.random.default_rng(0), int(values["min_seq_len"]), int(values["max_seq_len"])
     if values["type"] == "uniform":
         return random.integers(low, high + 1, count, dtype=np.int32)
     sigma = float(values["lognormal_sigma"])
@@ -91,7 +92,7 @@ def mock_lengths(text: str, count: int, seed: int = 0) -> npt.NDArray[np.int32]:
 def _parsed(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{_FLAG} {text}: {error}", fix=f"give JSON or a file of it, such as {_EXAMPLE}"
         ) from error
@@ -100,7 +101,7 @@ def _parsed(text: str) -> dict[str, Any]:
     if wanted is None:
         raise InputError(f"{_FLAG}: the type is {kind!r}, not {' or '.join(_KEYS)}", fix=f"use {_EXAMPLE}")
     given = values.keys() - {"type"} - _IGNORED
-    if given != wanted or not all(type(values[key]) in (int, float) for key in wanted):
+    if given != wanted or not all(map(_is_number, (values[key] for key in wanted))):
         raise InputError(
             f"{_FLAG}: {kind} needs the numbers {', '.join(sorted(wanted))}", fix=f"use {_EXAMPLE}"
         )
@@ -113,3 +114,8 @@ def _parsed(text: str) -> dict[str, Any]:
             fix="use 2 or more tokens, and a larger max_seq_len than min_seq_len",
         )
     return dict(values)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value of JSON is a number that is a finite float."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max

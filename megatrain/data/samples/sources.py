@@ -211,13 +211,16 @@ def content_digest(dataset: IndexedDataset) -> str:
 def _computed_digest(dataset: IndexedDataset) -> str:
     result = hashlib.sha256(digest(np.asarray(dataset.lengths)).encode())
     result.update(dataset.dtype.str.encode())
-    size = dataset.num_tokens * dataset.dtype.itemsize
-    if size <= WHOLE_BYTES:
-        result.update(dataset.read_bytes(0, size).data)
-        return result.hexdigest()
-    for position in (0, size // 2, size - SAMPLED_BYTES):
-        result.update(dataset.read_bytes(position, SAMPLED_BYTES).data)
+    for position, count in sampled_parts(dataset.num_tokens * dataset.dtype.itemsize):
+        result.update(dataset.read_bytes(position, count).data)
     return result.hexdigest()
+
+
+def sampled_parts(size: int) -> list[tuple[int, int]]:
+    """Return the parts of a file, position and bytes, that its digest covers: all of it, or start, middle and end of a large one."""
+    if size <= WHOLE_BYTES:
+        return [(0, size)]
+    return [(position, SAMPLED_BYTES) for position in (0, size // 2, size - SAMPLED_BYTES)]
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ def _rows(file: Path, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]
             for n, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1)
             if line.strip()
         ]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read: {error}", fix="give a text file in UTF-8") from error
     for number, line in lines[:limit]:
         try:
@@ -173,7 +174,7 @@ def _settings(file: Path) -> dict[str, Any]:
     """Return the settings of a YAML file, over those of the file that it includes."""
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         fix = "write the YAML of a task with fields and templates; code (`!function`) is not run"
         raise InputError(f"{file}: cannot be read: {error}", fix=fix) from error
     if not isinstance(found, dict):
@@ -184,22 +185,25 @@ def _settings(file: Path) -> dict[str, Any]:
 
 def _data_files(file: Path, settings: Fields) -> list[Path]:
     """Return the files of JSON lines of the split that is scored."""
-    files = (settings.get("dataset_kwargs") or {}).get("data_files")
+    arguments = settings.get("dataset_kwargs")
+    files = arguments.get("data_files") if isinstance(arguments, dict) else None
     if settings.get("dataset_path") != "json" or not files:
         raise InputError(
             f"{file}: its dataset_path {settings.get('dataset_path')} is no local file", fix=_DATA
         )
     if isinstance(files, dict):
-        split = next(
-            (settings[key] for key in ("test_split", "validation_split") if settings.get(key)), "train"
-        )
+        split = str(settings.get("test_split") or settings.get("validation_split") or "train")
         if split not in files:
             raise InputError(
                 f"{file}: data_files has no split {split}", fix=f"name the file of {split} in data_files"
             )
         files = files[split]
-    names = [Path(str(name)) for name in ([files] if isinstance(files, str) else files)]
-    return [name if name.is_file() else file.parent / name for name in names]
+    files = [files] if isinstance(files, str) else files
+    if not isinstance(files, list) or not files:
+        raise InputError(f"{file}: data_files is {files!r}, no name of a file", fix=_DATA)
+    names = [Path(str(name)) for name in files]
+    # Path.is_file fails for a name that is too long.
+    return [name if os.path.isfile(name) else file.parent / name for name in names]  # noqa: PTH113
 
 
 def _reader_of(file: Path, settings: Fields) -> Callable[[Fields], Document]:

@@ -106,9 +106,8 @@ def kind_of(content: bytes, data: Any) -> Kind:
         return _kind_of_json(data)
     if not content.strip():
         return Kind.EMPTY
-    if (
-        content[:1] == content[2:3] == b"\n"
-    ):  # protobuf: the message begins with a nested message, the first piece with its text
+    # Protobuf: the message begins with a nested message, the first piece with its text.
+    if content[:1] == content[2:3] == b"\n":
         return Kind.SENTENCEPIECE
     first_line = content.split(b"\n", 1)[0]
     if re.fullmatch(rb"[A-Za-z0-9+/]+=* [0-9]+\r?", first_line):

@@ -187,7 +187,7 @@ def _entry(value: Any, file: Path) -> NamedToken:
 def _id(number: Any, file: Path) -> int:
     try:
         return int(number)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{file}: {str(number)[:80]!r} is not a token id", fix=GET_AGAIN) from error
 
 

@@ -25,7 +25,6 @@ from megatrain.data.tokenizers.identity import characters_of_bytes, fingerprint_
 
 DEFAULT_VOCAB_SIZE: Final = 2**17
 """Maximum vocabulary size if --vocab-size is not given."""
-NAMED: Final = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 END, PAD = "</s>", "<pad>"
 _ROLES: Final = {
     "unk_token": "<unk>",
@@ -36,6 +35,8 @@ _ROLES: Final = {
     "cls_token": "<cls>",
     "sep_token": "<sep>",
 }
+NAMED: Final = tuple(_ROLES.values())
+"""Special tokens in the order of their ids."""
 
 _LEAD: Final = r"[^\r\n\p{L}\p{N}]?"
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"

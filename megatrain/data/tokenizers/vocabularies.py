@@ -82,9 +82,8 @@ def word_pieces(file: TokenizerFile, *, lowercase: bool) -> BuiltTokenizer:
     library = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))  # noqa: S106
     library.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    library.decoder = decoders.WordPiece(
-        cleanup=False
-    )  # which joins tokens that come one by one in other ways
+    # A clean-up joins tokens that come one by one in other ways.
+    library.decoder = decoders.WordPiece(cleanup=False)
     library.post_processor = processors.BertProcessing(("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"]))
     library.add_special_tokens([*BERT_ROLES.values(), *sentinels])
     definition = {"word_pieces": vocab, "lowercase": lowercase, "sentinels": sentinels}

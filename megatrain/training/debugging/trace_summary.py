@@ -26,6 +26,8 @@ ITERATIONS = "profiled_iterations"
 _SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls in which the host waits for the GPU. A copy to pageable memory waits, too, and appears as cudaStreamSynchronize."""
 _OUTSIDE = "elsewhere"
+_NUM_KERNELS = 15
+"""Kernels that are listed, of those that take longest."""
 _MAX_BYTES = 1 << 30
 """Largest trace that is read, decompressed: a small compressed file may expand a thousandfold."""
 
@@ -131,7 +133,7 @@ def _content(file: Path) -> bytes:
     return content
 
 
-def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int, num_kernels: int = 15) -> TraceSummary:
+def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int) -> TraceSummary:
     """Return the summary of the events of a Chrome trace of torch's profiler."""
     spans = [event for event in events if event.get("ph") == "X"]
     kernels = sorted(
@@ -149,7 +151,7 @@ def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int, num_kernel
         longest[kernel["name"]] += kernel["dur"] / 1000
     counts = Counter(kernel["name"] for kernel in kernels)
     times, exposed = _times(kernels, parts)
-    top = sorted(longest, key=lambda name: longest[name], reverse=True)[:num_kernels]
+    top = sorted(longest, key=lambda name: longest[name], reverse=True)[:_NUM_KERNELS]
     return TraceSummary(
         num_steps=num_steps,
         parts=times,

@@ -83,9 +83,8 @@ def _problem_with(folder: str, *, is_locked: bool = False) -> str | None:
 
 def _import_flash4() -> None:
     default = sys.getswitchinterval()
-    sys.setswitchinterval(
-        _SWITCH_INTERVAL_SECONDS
-    )  # otherwise each operator of the main thread waits 5 ms and more
+    # Otherwise each operator of the main thread waits 5 ms and more.
+    sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
     with contextlib.suppress(Exception):  # the first use imports again and raises the error
         flash4()
     sys.setswitchinterval(default)

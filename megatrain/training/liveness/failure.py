@@ -93,11 +93,9 @@ class Failure:
     @property
     def others(self) -> str:
         """A sentence about other ranks, which a traceback does not show; empty if there is none."""
-        return (
-            f"no failure report from {format_ranks(self.unreported)}, which may hang"
-            if self.unreported
-            else ""
-        )
+        if not self.unreported:
+            return ""
+        return f"no failure report from {format_ranks(self.unreported)}, which may hang"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

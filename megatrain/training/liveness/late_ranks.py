@@ -138,13 +138,12 @@ class LateSearch:
             summary = f"{format_ranks(late)} of {len(self.locations)} {verb} late: no progress {seconds}" + (
                 f", and {others} other{'s' * (others > 1)} wait{'s' * (others == 1)}" if others else ""
             )
+            first = self.positions.get(culprit) or self.seen.get(culprit)
+            summary += f"; rank {culprit}: {first or 'does not answer'}"
         else:
             summary = (
                 f"no progress {seconds}, and no rank is late: all wait for communication or for their devices"
             )
-        if late:
-            first = self.positions.get(culprit) or self.seen.get(culprit)
-            summary += f"; rank {culprit}: {first or 'does not answer'}"
         return Failure(
             kind="late",
             **self.locations[culprit],

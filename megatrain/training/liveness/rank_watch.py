@@ -197,10 +197,8 @@ class RankWatch:
         return read_location(line)
 
     def _send(self, message: dict[str, Any]) -> None:
-        with (
-            contextlib.suppress(OSError),
-            self._send_lock,
-        ):  # the watch thread notices that the server is gone
+        # The watch thread notices that the server is gone.
+        with contextlib.suppress(OSError), self._send_lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:
@@ -222,7 +220,8 @@ class RankWatch:
                 elif "look" in message:
                     threading.Thread(target=self._look, args=(message["look"],), daemon=True).start()
                 elif "print" in message:
-                    self._allow_print(self._cause)
+                    if self.is_culprit:
+                        self._may_print.set()
                 elif "exit" in message:
                     self._may_exit.set()
         if self._is_leaving:
@@ -230,10 +229,6 @@ class RankWatch:
         self._may_exit.set()
         if self._cause is None:
             self._exit_with(_Verdict(Failure(kind="died", **self._server_location)))
-
-    def _allow_print(self, cause: Failure | None) -> None:
-        if cause is not None and cause.rank == self.environment.rank:
-            self._may_print.set()
 
     def _look(self, request: dict[str, Any]) -> None:
         """Look at a process of this host that does not answer, and report where it is."""

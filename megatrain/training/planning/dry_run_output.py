@@ -148,7 +148,9 @@ def _memory(found: DryRun) -> Iterator[str]:
         ]
         yield f"  {'  '.join(cells)}".rstrip()
     yield "  other: RoPE tables, batches, cuBLAS; not included: the CUDA context, NCCL, fragmentation"
-    yield from _teacher_memory(found)
+    of_teacher = max(stage.held.teacher for stage in found.memory)
+    if of_teacher:
+        yield f"  total includes the weights of the teacher, up to {gigabytes(of_teacher)} GB"
     if found.plan.config.experts.num_experts is not None:
         yield "  every expert is assumed to get the same number of tokens"
     for flag, sizes in _offloaded(found).items():
@@ -171,12 +173,6 @@ def _offloaded(found: DryRun) -> dict[str, list[int]]:
         flag: [stage.activations_on_host for stage in found.memory],
     }
     return {name: of_stages for name, of_stages in sizes.items() if any(of_stages)}
-
-
-def _teacher_memory(found: DryRun) -> Iterator[str]:
-    most = max(stage.held.teacher for stage in found.memory)
-    if most:
-        yield f"  total includes the weights of the teacher, up to {gigabytes(most)} GB"
 
 
 def _host_memory(memory: HostMemory | None) -> Iterator[str]:

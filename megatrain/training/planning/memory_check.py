@@ -56,9 +56,8 @@ def check_memory(plan: Plan, environment: LaunchEnvironment, store: dist.Store |
     )
     problem, fix = next(filter(None, found), None), memory_fix(plan, of_state=step is None)
     if problem is not None and store is not None:
-        print_error(
-            ConfigError(problem, fix=fix)
-        )  # before another rank exits: the launcher then kills this one
+        # Before another rank exits: the launcher then kills this one.
+        print_error(ConfigError(problem, fix=fix))
     problem = messages.broadcast(problem)
     if problem is not None:
         error = ConfigError(problem, fix=fix)

@@ -105,12 +105,7 @@ def model_tree(
         structure = tuple((len(block.layers), block.tensors) for block in tree.blocks)
         if structure in trees:
             known = trees[structure]
-            tree = StageTree(
-                stages=(*known.stages, number),
-                parameters=known.parameters,
-                by_part=known.by_part,
-                blocks=known.blocks,
-            )
+            tree = dataclasses.replace(known, stages=(*known.stages, number))
         trees[structure] = tree
     parameters = sum(whole.values())
     return ModelTree(
@@ -177,11 +172,8 @@ def segment_name(registry: ParamRegistry, segment: int) -> str:
     names = {piece.name for piece in _pieces(ParamRegistry(entries))}
     if STACK_END in names and "output_layer.bias" not in names:
         return "decoder embedding"
-    return (
-        "embedding"
-        if any(part_of(p.name) == "embedding" for p in _pieces(registry)) and segment == 0
-        else "head"
-    )
+    is_embedding = segment == 0 and any(part_of(p.name) == "embedding" for p in _pieces(registry))
+    return "embedding" if is_embedding else "head"
 
 
 def layers_of(registry: ParamRegistry) -> list[LayerId]:

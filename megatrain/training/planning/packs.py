@@ -43,19 +43,16 @@ def pack_domain(plan: Plan) -> PackDomain:
     num_ranks = derived.data_parallel_size * parallel.context_parallel_size
     of_experts = parallel.expert_model_parallel_size * derived.expert_tensor_parallel_size
     of_experts //= parallel.tensor_model_parallel_size
+    # All ranks communicate in each pass, to gather weights or to reduce gradients.
+    has_equal_passes = parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
     return PackDomain(
         num_ranks=num_ranks,
         sizes=derived.pack_group_sizes,
         tokens_per_rank=parallel.max_seqlen_per_dp_cp_rank,
         multiple=row_multiple(plan.config),
-        num_in_step=num_ranks if _has_equal_passes(plan) else max(of_experts, 1),
+        num_in_step=num_ranks if has_equal_passes else max(of_experts, 1),
         filler_length=plan.config.data.seq_length if of_experts > 1 else 0,
     )
-
-
-def _has_equal_passes(plan: Plan) -> bool:
-    """Return whether all ranks communicate in each pass, to gather weights or to reduce gradients."""
-    return plan.config.parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
 
 
 def pack_settings(plan: Plan) -> PackSettings:

@@ -132,10 +132,8 @@ class Member:
         seconds = round(time.time() - self._failed_at, 1)
         print(f"> generation {self._generation} trains {seconds} s after the failure", flush=True)
         path = Path(self._request.known("checkpoint.save") or "") / RECORD_NAME
-        with (
-            contextlib.suppress(OSError),
-            path.open("a", encoding="utf-8") as file,
-        ):  # the next save reports it
+        # The next save reports an error.
+        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"generation": self._generation, "seconds": seconds}) + "\n")
 
     def rejoins(self, error: BaseException) -> bool:
@@ -172,10 +170,8 @@ class Member:
                     continue
                 if "generation" in message:
                     self._opened_before = open_sockets()
-                    self._generation, self._failed_at = (
-                        message["generation"],
-                        time.time() - message["seconds"],
-                    )
+                    self._generation = message["generation"]
+                    self._failed_at = time.time() - message["seconds"]
                     self._has_left.clear()
                     self._is_leaving.clear()
                 self._answers.put(message)

@@ -182,6 +182,7 @@ def test_help_and_version_print_and_exit(capsys):
     assert "Transformer layers of the model." in shown
     assert "--no-use-distributed-optimizer" in shown
     assert "--no-bf16" not in shown
+    assert "(default: aux_loss)" in shown  # the items of a list, not its Python form
     with pytest.raises(SystemExit):
         parse(["--version"])
     assert capsys.readouterr().out == f"megatrain {__version__}\n"
@@ -190,7 +191,8 @@ def test_help_and_version_print_and_exit(capsys):
 def test_the_reference_lists_every_flag():
     page = docs_reference()
     assert all(f"| `{setting.flag}` |" in page for setting in settings())
-    assert "| `--swiglu` | switch | false | Use a gated MLP" in page
+    assert "| `--on-nan` | one or more texts | stop | Response" in page
+    assert "| `--swiglu` | switch | off | Use a gated MLP" in page
 
 
 def test_help_is_quick_and_needs_no_torch():

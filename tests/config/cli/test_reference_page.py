@@ -23,7 +23,7 @@ def test_the_reference_describes_every_setting(capsys: pytest.CaptureFixture[str
     cells = {row[0].strip("`"): row[1:] for row in rows(printed(capsys)) if row[0] != "flag"}
     assert list(cells) == [setting.flag for setting in settings()]
     assert {flag for flag, row in cells.items() if len(row) != 3 or not all(row)} == set()
-    assert cells["--swiglu"][:2] == ["switch", "false"]
+    assert cells["--swiglu"][:2] == ["switch", "off"]
 
 
 def test_the_differences_answer_every_flag_that_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Sizes of each layer: the values of the JSON file, and errors with their place."""
 
 import json
+import math
 
 import pytest
 
@@ -118,6 +119,8 @@ def broken(block):
         (broken({"attention": {"n_heads_in_group": 3}, "mlp": {}}), "block_configs[0].attention.n_heads_in_group 3 does not divide --num-attention-heads 4"),
         (broken({"attention": {}, "mlp": {"ffn_hidden_size": 0}}), "block_configs[0].mlp.ffn_hidden_size 0 is not a whole number above 0"),
         (broken({"attention": {}, "mlp": {"ffn_mult": "2"}}), 'block_configs[0].mlp.ffn_mult "2" is not a number above 0'),
+        (broken({"attention": {}, "mlp": {"ffn_mult": math.nan}}), "block_configs[0].mlp.ffn_mult NaN is not a number above 0"),
+        (broken({"attention": {}, "mlp": {"ffn_mult": 10**40}}), "is not a number above 0 and below 1e6"),
         (broken({"attention": {"no_op": 1}, "mlp": {}}), "block_configs[0].attention.no_op 1 is not true or false"),
         (broken({"attention": {}, "mlp": {"no_op": True, "ffn_hidden_size": 8}}), "block_configs[0].mlp has no_op and a size"),
     ],

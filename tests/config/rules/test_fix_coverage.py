@@ -43,7 +43,7 @@ WITHOUT_A_COMMAND_LINE = {
 REACHED_OTHERWISE = {
     ("derive/datasets.py", "split_fractions", 0): "`split_problems` reports it before",
     ("resolve.py", "_checked_values", 1): "the command line checks ranges; a Request may be built in code",
-    ("subjects/fp8.py", "_problems_of_mxfp8", 2): "needs Transformer Engine on a Blackwell GPU",
+    ("subjects/fp8.py", "fp8_recipe_is_supported", 2): "needs Transformer Engine on a Blackwell GPU",
     ("schema/tokenizer.py", "tokenizer_problems", 1): "the command line checks choices",
     ("subjects/layers.py", "linears_divide_over_ranks", 0): "a part of the user's own: tests/extending",
     ("subjects/layers.py", "parts_read_whole_samples", 0): "a part of the user's own: tests/extending",

@@ -4,7 +4,7 @@ import runpy
 from collections import Counter
 from pathlib import Path
 
-from megatrain.config.rule_list import RULES, UNPROVEN
+from megatrain.config.rule_list import DERIVATIONS, RULES, UNPROVEN
 
 HERE = Path(__file__).parent
 
@@ -26,4 +26,4 @@ def test_every_rule_has_a_case_that_breaks_it():
             *values.get("TESTED_HERE", ()),
             *values.get("TESTED_ELSEWHERE", ()),
         }
-    assert {one.name for one in (*RULES, *UNPROVEN)} == tested
+    assert tested - {one.name for one in DERIVATIONS} == {one.name for one in (*RULES, *UNPROVEN)}

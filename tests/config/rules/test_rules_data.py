@@ -90,7 +90,7 @@ CASES = {
         (f"{NULL} --data-path 1 d 1 e --split 0,1,1", "--mock-data", Facts(datasets=(dataset("d", 300), dataset("e", 400))),
          ("--split", "train 0", "1 other"), ("--split 1,149,150", "--eval-iters")),
     ],
-    "phases_are_valid": [
+    "phase_transitions": [
         (f"{NULL} --data-path d {PHASES} {value}", "--mock-data", None, (f"{PHASES} '{value}'",), (f"use {PHASES} {remedy}",))
         for value, remedy in (("5,x", "5"), ("0", "20000,30000"), ("5,2,5", "2,5"), (",", "20000,30000"))
     ],

@@ -201,6 +201,12 @@ def test_an_image_that_cannot_be_read_is_named_and_counted(tmp_path: Path, conte
         samples(path, stops=True)[0]
 
 
+def test_a_name_that_no_file_may_have_is_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", [talk("<image>x", "yz", image="a\0.png")])
+    with pytest.raises(InputError, match=r"sample s1 .*no image: embedded null byte"):
+        samples(path, stops=True)[0]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [

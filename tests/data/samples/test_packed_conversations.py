@@ -19,9 +19,9 @@ from megatrain.data.samples.gpt_dataset import SampleOptions
 SEQ_LENGTH = 32
 
 
-def write(prefix, conversations):
+def write(prefix, conversations, dtype_of_ids="uint16"):
     """Write conversations: lists of (id, has_loss)."""
-    for path, column, dtype in ((prefix, 0, "uint16"), (loss_mask_of(str(prefix)), 1, "uint8")):
+    for path, column, dtype in ((prefix, 0, dtype_of_ids), (loss_mask_of(str(prefix)), 1, "uint8")):
         with IndexedWriter(path, dtype) as writer:
             for conversation in conversations:
                 writer.add_document([[pair[column] for pair in conversation]])
@@ -106,6 +106,13 @@ def test_a_long_conversation_is_cut_at_its_end(tmp_path):
     samples = build(write(tmp_path / "a", [long, only_late]))
     assert len(samples) == 1, "the second has no loss in its first part"
     assert found_in(samples[0]) == [long[: SEQ_LENGTH + 1]]
+
+
+@pytest.mark.parametrize("wrong", [-1, 100])
+def test_an_id_outside_the_vocabulary_names_its_place(tmp_path, wrong):
+    samples = build(write(tmp_path / "a", [[(1, 0), (2, 1), (wrong, 1)]], "int32"))
+    with pytest.raises(InputError, match=rf"document 0 \(sequence 0, token 2\) has id {wrong}, outside the"):
+        samples[0]
 
 
 def test_conversations_that_are_left_out_or_cut_are_counted_once(tmp_path):

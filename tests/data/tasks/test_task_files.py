@@ -107,6 +107,12 @@ def test_wrong_rows_are_named(tmp_path: Path, rows: list[Any], expected: str) ->
     ("changed", "expected"),
     [
         ({"dataset_path": "allenai/sciq"}, "dataset_path allenai/sciq is no local file"),
+        ({"dataset_kwargs": ["rows.jsonl"]}, "dataset_path json is no local file"),
+        ({"dataset_kwargs": {"data_files": {"test": 3}}}, "data_files is 3, no name of a file"),
+        ({"dataset_kwargs": {"data_files": {"test": []}}}, r"data_files is \[\], no name of a file"),
+        ({"dataset_kwargs": {"data_files": "x" * 5000}}, "cannot be read: .*name too long"),
+        ({"dataset_kwargs": {"data_files": "\ud800"}}, "cannot be read: .*surrogates"),
+        ({"test_split": ["a"]}, r"no split \['a'\]"),
         ({"test_split": None}, "no split train"),
         ({"output_type": "generate_until"}, "output_type generate_until is not scored"),
         ({"num_fewshot": 5}, "num_fewshot 5"),

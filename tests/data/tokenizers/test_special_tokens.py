@@ -162,6 +162,7 @@ def test_the_padding_token_of_tokenizer_json_is_the_pad(folder):
         ),
         ({CONFIG: {"added_tokens_decoder": {"one": {}}}}, "'one' is not a token id"),
         ({ADDED: {"<|x|>": None}}, "'None' is not a token id"),
+        ({ADDED: {"<|x|>": float("inf")}}, "'inf' is not a token id"),
     ],
 )
 def test_damaged_files_name_the_wrong_entry(folder, files, parts):

@@ -80,14 +80,11 @@ def _cached(settings: DistillationConfig) -> DistillationSpec:
 
 def samples_digest(config: Config, derived: Derived, facts: Facts) -> str:
     """Return a digest of the training samples and their order."""
-    data, names = (
-        config.data,
-        ("reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking", "sft"),
-    )
+    names = ("reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking", "sft")
     datasets = [one for one in facts.datasets if one.split in ("all", "train")]
     parts = (
         [(one.digest, one.weight, one.from_iteration) for one in datasets],
-        [getattr(data, name) for name in ("mock_data", "split", "seq_length", *names)],
+        [getattr(config.data, name) for name in ("mock_data", "split", "seq_length", *names)],
         config.training.seed,
         derived.train_plan,
         derived.train_start,
@@ -104,11 +101,7 @@ def cached_outputs_are_of_this_run(draft: Draft) -> Problems:
         return
     if not stored:
         raise UnresolvedError  # `data_problems` has the reason
-    length, vocab_size, own = (
-        draft.config.data.seq_length,
-        draft.derived.vocab_size,
-        draft.facts.tokenizer_fingerprint,
-    )
+    length, vocab_size = draft.config.data.seq_length, draft.derived.vocab_size
     remedy = "write another folder with `megatrain cache-logits` and the flags of this run, or use those of the folder"
     if stored["vocab_size"] != vocab_size:
         yield Problem(
@@ -119,7 +112,7 @@ def cached_outputs_are_of_this_run(draft: Draft) -> Problems:
             f"{CACHE} {folder} has samples of {stored['seq_length']} tokens, and --seq-length is {length}",
             remedy,
         )
-    elif not _is_same(own, stored["tokenizer_fingerprint"]):
+    elif not _is_same(draft.facts.tokenizer_fingerprint, stored["tokenizer_fingerprint"]):
         yield Problem(f"{CACHE} {folder} is for another tokenizer than that of the run", remedy)
     elif stored["data_digest"] != samples_digest(draft.config, draft.derived, draft.facts):
         yield Problem(f"{CACHE} {folder} is for other samples, or for another order of them", remedy)
@@ -131,9 +124,9 @@ def cached_outputs_are_of_this_run(draft: Draft) -> Problems:
 
 
 def _facts(draft: Draft) -> TeacherFacts:
-    """Return the facts of the teacher. Raises UnresolvedError without them: `data_problems` has the reason."""
+    """Return the facts of the teacher. Raises UnresolvedError if the run has none, or `data_problems` has the reason."""
     facts = draft.facts.teacher
-    if facts is None:
+    if facts is None or draft.config.training.only_evaluates:
         raise UnresolvedError
     return facts
 
@@ -180,9 +173,7 @@ def _stages(draft: Draft, teacher: ModelSpec) -> tuple[int, ...]:
 
 @rule
 def teacher_is_a_gpt(draft: Draft) -> Problems:
-    facts = _given(draft)
-    if facts is None:
-        return
+    facts = _facts(draft)
     model: ModelConfig = _section(facts, "model", ModelConfig)
     if model.model_family != "gpt":
         yield Problem(f"{FLAG} {facts.path} is a {model.model_family}", "name the checkpoint of a GPT")
@@ -202,9 +193,7 @@ def teacher_is_a_gpt(draft: Draft) -> Problems:
 
 @rule
 def teacher_has_the_vocabulary(draft: Draft) -> Problems:
-    facts = _given(draft)
-    if facts is None:
-        return
+    facts = _facts(draft)
     size, own = draft.derived.vocab_size, draft.facts.tokenizer_fingerprint
     if facts.num_rows < size or (facts.is_ours and facts.num_rows != size):
         yield Problem(
@@ -220,9 +209,7 @@ def teacher_has_the_vocabulary(draft: Draft) -> Problems:
 
 @rule
 def teacher_divides_over_ranks(draft: Draft) -> Problems:
-    facts = _given(draft)
-    if facts is None:
-        return
+    facts = _facts(draft)
     teacher, parallel, data = _teacher(draft), draft.config.parallel, draft.config.data
     for size, count, flag, ranks in _indivisible(draft, teacher):
         yield Problem(
@@ -283,12 +270,9 @@ def _fewest_groups(spec: ModelSpec) -> int:
 
 @rule
 def layer_pairs_exist(draft: Draft) -> Problems:
-    facts, settings = _given(draft), draft.config.distillation
-    if facts is None:
-        return
     teacher, student = _teacher(draft), draft.derived.model_spec
     pp = draft.config.parallel.pipeline_model_parallel_size
-    for word in settings.kd_layer_pairs:
+    for word in draft.config.distillation.kd_layer_pairs:
         pair = parse_pair(word)
         if pair is None:
             yield Problem(
@@ -315,12 +299,6 @@ def _is_same(fingerprint: str | None, other: str | None) -> bool:
     return fingerprint is None or other is None or is_same_tokenizer(fingerprint, other)
 
 
-def _given(draft: Draft) -> TeacherFacts | None:
-    """Return the facts of the teacher if the run has one."""
-    is_given = draft.config.distillation.export_kd_teacher_load is not None
-    return _facts(draft) if is_given and not draft.config.training.only_evaluates else None
-
-
 def recipe_of_teacher(draft: Draft | Plan) -> Recipe | None:
     """Return the FP8 recipe of the teacher, without a history: it has no steps of training. None: it has no FP8."""
     precision = draft.config.precision
@@ -333,8 +311,8 @@ def recipe_of_teacher(draft: Draft | Plan) -> Recipe | None:
 
 @rule
 def fp8_products_of_the_teacher_can_run(draft: Draft) -> Problems:
-    recipe, device = recipe_of_teacher(draft), draft.config.training.device
-    if recipe is None or device != "cuda" or _given(draft) is None:
+    recipe = recipe_of_teacher(draft)
+    if recipe is None or draft.config.training.device != "cuda":
         return
     teacher = _teacher(draft)
     run = _with_model(draft, teacher)
@@ -353,9 +331,6 @@ def fp8_products_of_the_teacher_can_run(draft: Draft) -> Problems:
 def teacher_is_frozen(draft: Draft) -> Notes:
     spec = draft.derived.distillation
     if spec is not None:
-        how = (
-            f"; it computes in {'FP8' if recipe_of_teacher(draft) else draft.config.precision.params_dtype}, without gradients"
-            if spec.teacher
-            else ""
-        )
+        dtype = "FP8" if recipe_of_teacher(draft) else draft.config.precision.params_dtype
+        how = f"; it computes in {dtype}, without gradients" if spec.teacher else ""
         yield f"{FLAG if spec.teacher else CACHE}: {spec}{how}"
