@@ -20,7 +20,9 @@ from megatrain.config.schema.quantization import QUANTIZATION_FORMATS, Quantizat
 def qat(draft: Draft) -> DerivedValue:
     """Derive the format that linear layers are rounded to."""
     found = format_of_training(draft.config.precision)
-    return DerivedValue(found, "--qat is not given" if found is None else f"--qat {draft.config.precision.qat}")
+    return DerivedValue(
+        found, "--qat is not given" if found is None else f"--qat {draft.config.precision.qat}"
+    )
 
 
 def format_of_training(precision: PrecisionConfig) -> QuantizationFormat | None:
