@@ -136,6 +136,7 @@ def test_a_window_keeps_few_rows() -> None:
     whole, window = (cached(name).cache.plan for name in ("llama", "window"))
     assert window.bytes_of(SEQ) * SEQ == whole.bytes_of(SEQ) * (3 + window.tokens_per_pass)
     assert cached("mla").cache.plan.bytes_of(10) == 10 * 4 * 8 * (12 + 4)
+    assert cached("dsa").cache.plan.bytes_of(10) == 10 * 4 * 8 * (12 + 4 + 8)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "experts", "gpt2"])

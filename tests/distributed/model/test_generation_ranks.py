@@ -39,10 +39,11 @@ INDEXER = (
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8"
     " --dsa-indexer-topk 4 --dsa-indexer-loss-coeff 0.5"
 )
+LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
 MODELS = {
-    "groups": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
+    "groups": (4, LAYOUT),
     "latents": (1, LATENTS),
-    "selected keys": (1, f"{LATENTS} {INDEXER}"),
+    "selected keys": (4, f"{LATENTS} {INDEXER} {LAYOUT}"),
     "states and experts": (
         1,
         (
