@@ -116,13 +116,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V3.2": (
         "DeepseekV32ForCausalLM",
         {**LATENTS, "q_lora_rank": 20, "n_routed_experts": 24, "num_experts_per_tok": 8, "n_shared_experts": 1,
-         "first_k_dense_replace": 1, "n_group": 6, "topk_group": 4, "index_n_heads": 6, "index_head_dim": 12, "index_topk": 5,
+         "first_k_dense_replace": 1, "n_group": 6, "topk_group": 4, "index_n_heads": 16, "index_head_dim": 12, "index_topk": 5,
          "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
     ),
     "GLM-5": (
         "GlmMoeDsaForCausalLM",
         {**LATENTS, "rms_norm_eps": 1e-5, "q_lora_rank": 20, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
-         "first_k_dense_replace": 1, "index_n_heads": 6, "index_head_dim": 12, "index_topk": 5,
+         "first_k_dense_replace": 1, "index_n_heads": 16, "index_head_dim": 12, "index_topk": 5,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
     ),
     "Nemotron-H": (

@@ -2,6 +2,7 @@
 
     CachedAttention         keys and values after RoPE; normal heads, grouped queries, windows, softcaps, sinks
     CachedLatentAttention   normalized latents and rotated keys, one row for all heads
+    CachedSparseAttention   the same, and the keys of the indexer, which selects the rows that a query attends to
     CachedDeltaRule         state of the gated delta rule, and the last inputs of its convolution
     CachedMamba             the same of Mamba-2
 
@@ -31,9 +32,10 @@ from megatrain.inference.cache import Extent, Space, SpaceStep
 from megatrain.kernels.attention.backends import TritonAttention, attention_kernel
 from megatrain.kernels.attention.decode import decode_attention, write_rows
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec, SoftmaxMerge
+from megatrain.model.families.sparse_attention import IndexedAttention, selected_keys
 from megatrain.model.implementations.attention import LocalContextAttention
 from megatrain.model.implementations.local import LocalColumnLinear
-from megatrain.model.latent_attention import UpProjection
+from megatrain.model.latent_attention import Latents, UpProjection
 from megatrain.model.linear_attention import DeltaRule
 from megatrain.model.mamba import MambaScan
 from megatrain.parallel.batch import PassInfo
@@ -208,22 +210,65 @@ class CachedLatentAttention(RowAttention):
 
     def forward(self, queries: Tensor, keys_values: Tensor, rotary_keys: Tensor, info: CachedPass) -> Tensor:
         """Map the latents of new tokens, [t, 1, channels], -> [t, 1, n * value channels]."""
-        sizes, linear = self.sizes, self.up.keys_values
-        assert isinstance(linear, LocalColumnLinear)
-        latents = linear.norm.add_and_norm(keys_values, None)[1].unsqueeze(2)
-        rotated = self.up.rotate(rotary_keys, info)
-        self.write(info, (torch.cat((latents, rotated), dim=-1),))
+        self.write(info, (self.new_rows(keys_values, rotary_keys, info),))
+        q = self.absorbed_queries(queries, info)
+        sink = self.core.sink_logits(q) if isinstance(self.core, LocalContextAttention) else None
+        (rows,) = self.rows
+        return self.values(self.attend(q, rows, rows[..., : self.sizes.kv_rank], sink, info))
+
+    def new_rows(self, keys_values: Tensor, rotary_keys: Tensor, info: CachedPass) -> Tensor:
+        """Return the rows of new tokens, [t, 1, 1, channels]."""
+        latents = self._linear.norm.add_and_norm(keys_values, None)[1].unsqueeze(2)
+        return torch.cat((latents, self.up.rotate(rotary_keys, info)), dim=-1)
+
+    def absorbed_queries(self, queries: Tensor, info: CachedPass) -> Tensor:
+        """Return queries of rows, [t, 1, n, channels]."""
+        sizes = self.sizes
         q, rotated_q = self.up.project_queries(queries, info).split(
             [sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=-1
         )
-        to_keys, to_values = linear.weight.view(self.up.local_heads, -1, sizes.kv_rank).split(
+        return torch.cat((torch.einsum("tbnc,ncr->tbnr", q, self._weights[0]), rotated_q), dim=-1)
+
+    def values(self, out: Tensor) -> Tensor:
+        """Map weighted means of latents, [t, 1, n, channels], -> [t, 1, n * value channels]."""
+        return torch.einsum("tbnr,nvr->tbnv", out, self._weights[1]).flatten(2)
+
+    @property
+    def _linear(self) -> LocalColumnLinear:
+        assert isinstance(self.up.keys_values, LocalColumnLinear)
+        return self.up.keys_values
+
+    @property
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """Return the weights of keys and of values, [n, channels, latent channels]."""
+        sizes = self.sizes
+        to_keys, to_values = self._linear.weight.view(self.up.local_heads, -1, sizes.kv_rank).split(
             [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=1
         )
-        q = torch.cat((torch.einsum("tbnc,ncr->tbnr", q, to_keys), rotated_q), dim=-1)
-        sink = self.core.sink_logits(q) if isinstance(self.core, LocalContextAttention) else None
-        (rows,) = self.rows
-        out = self.attend(q, rows, rows[..., : sizes.kv_rank], sink, info)
-        return torch.einsum("tbnr,nvr->tbnv", out, to_values).flatten(2)
+        return to_keys, to_values
+
+
+class CachedSparseAttention(CachedLatentAttention):
+    """Up-projections, indexer and core attention of a layer with latents; every score is computed, as in training."""
+
+    def __init__(self, spec: AttentionSpec, whole: IndexedAttention, rows: list[Tensor]) -> None:
+        super().__init__(spec, whole.up, whole.core, rows)
+        self.indexer = whole.indexer
+
+    def forward(self, latents: Latents, x: Tensor, info: CachedPass) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Map latents and the norm of the hidden states, [t, 1, channels], -> [t, 1, n * value channels]."""
+        index_q, index_k, weights = self.indexer.projected(x, latents.queries, info)
+        new = self.new_rows(latents.keys_values, latents.rotary_keys, info), index_k.unsqueeze(2)
+        self.write(info, new)
+        q, found = self.absorbed_queries(latents.queries, info), []
+        for extent in info.spaces[self.window].extents:
+            tokens = slice(extent.first_token, extent.first_token + extent.num_tokens)
+            rows, keys = (one[extent.first_row : extent.first_row + extent.num_rows] for one in self.rows)
+            selected = selected_keys(index_q[tokens], keys, weights[tokens], self.indexer.spec)
+            mask = MaskSpec(explicit=selected.unsqueeze(1))
+            k = rows.unsqueeze(1)
+            found.append(self.kernel.forward(q[tokens], k, k[..., : self.sizes.kv_rank], mask)[0])
+        return self.values(torch.cat(found).to(q.dtype)), None
 
 
 class CachedStates(nn.Module):

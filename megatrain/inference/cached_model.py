@@ -22,6 +22,7 @@ from megatrain.inference.cached_attention import (
     CachedLatentAttention,
     CachedMamba,
     CachedPass,
+    CachedSparseAttention,
     CachedStates,
     DecodePass,
     DecodeRows,
@@ -31,6 +32,7 @@ from megatrain.inference.memory_attention import CachedBias, CachedMemory, Packe
 from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.families.decoder_start import DecoderStart
 from megatrain.model.families.masked_attention import MaskedAttention
+from megatrain.model.families.sparse_attention import IndexedAttention, SparseAttention
 from megatrain.model.families.vision import ImagesInText
 from megatrain.model.gpt import Model
 from megatrain.model.head import Head
@@ -98,10 +100,13 @@ class CachedModel:
             self._put(mixer, "core", _masked_core(mixer.core, rows))
             return
         assert isinstance(spec, AttentionSpec)
-        if isinstance(mixer, LatentAttention):
+        if isinstance(mixer, LatentAttention | SparseAttention):
             whole = mixer.attention
-            assert isinstance(whole, ExpandedAttention)
             self.can_decode = False
+            if isinstance(whole, IndexedAttention):
+                self._put(mixer, "attention", CachedSparseAttention(spec, whole, rows))
+                return
+            assert isinstance(whole, ExpandedAttention)
             self._put(mixer, "attention", CachedLatentAttention(spec, whole.up, whole.core, rows))
         else:
             assert isinstance(mixer, Attention)
@@ -254,5 +259,5 @@ def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:
 
 
 def _mixers(layer: TransformerLayer) -> Iterator[nn.Module]:
-    kinds = (Attention, CrossAttention, LatentAttention, LinearAttention, Mamba)
+    kinds = (Attention, CrossAttention, LatentAttention, LinearAttention, Mamba, SparseAttention)
     return (branch for branch in layer.branches if isinstance(branch, kinds))

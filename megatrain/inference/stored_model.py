@@ -29,13 +29,17 @@ from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import ConfigError, MegatrainError, NoCheckpointError
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.optimizer import PrecisionConfig
+from megatrain.config.schema.quantization import SCALE_PREFIX, QuantizationFormat
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.tree import Config
 from megatrain.config.schema.vision import VisionConfig
 from megatrain.config.subjects.model_spec import describe_model
+from megatrain.config.subjects.post_training.quantization import format_of_training, split_group
 from megatrain.data.images.pixels import Tiling, tiling_of
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.inference.tensor_split import split_over_ranks, without_capacity
@@ -66,6 +70,7 @@ class ModelOptions:
         spec: words of --spec, for a model with custom layers.
         spec_digest: digest of the file of --spec; None: the digest of the checkpoint.
         is_unlimited: experts have no capacity, so that no token depends on other sequences.
+        is_rounded: with --qat linear layers round as in evaluations of its training.
     """
 
     device: torch.device
@@ -74,6 +79,7 @@ class ModelOptions:
     spec_digest: str | None = None
     ranks: TensorRanks = TensorRanks()
     is_unlimited: bool = False
+    is_rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,6 +211,7 @@ def build_without_weights(
         )
         described = without_capacity(described) if options.is_unlimited else described
         described, shape = split_over_ranks(described, ranks.size)
+        kind["qat"] = _rounding(path, manifest, described, ranks.size) if options.is_rounded else None
         silent = build_grid(shape, ranks.rank)
         registry = build_model(described, silent, device=torch.device("meta"), **kind).registry
         check_names(reader, registry, lambda _: (WEIGHT,))
@@ -212,6 +219,20 @@ def build_without_weights(
     model = build_model(described, grid, device=options.device, **kind)
     restore_expert_biases(model, manifest.state.get("expert_biases", {}), path)
     return model, grid
+
+
+def _rounding(path: Path, manifest: Manifest, spec: ModelSpec, tp_size: int) -> QuantizationFormat | None:
+    """Return the format of --qat, if the checkpoint has its scales."""
+    numbers = format_of_training(stored_section(path, manifest.config, "precision", PrecisionConfig))
+    if numbers is None or not any(name.startswith(SCALE_PREFIX) for name in manifest.tensors):
+        return None
+    size = numbers.weights.group_size
+    if size is not None and split_group(spec, size, tp_size) is not None:
+        raise ConfigError(
+            f"{tp_size} tensor ranks: groups of {size} weights (--qat-group-size) do not divide over them",
+            fix="start fewer ranks (--nproc-per-node of torchrun), or one process without torchrun",
+        )
+    return numbers
 
 
 def _seq_length(path: Path, manifest: Manifest) -> int:

@@ -92,6 +92,8 @@ class ContextParallel:
 
 def to_sequence_order(x: Tensor, cp_size: int) -> Tensor:
     """Reorder the ranks' concatenated rows as in the sample: [s, ...] -> [s, ...]."""
+    if cp_size == 1:
+        return x
     early, late = x.unflatten(0, (cp_size, 2, -1)).unbind(1)
     return torch.cat((early, late.flip(0))).flatten(0, 1)
 

@@ -57,7 +57,7 @@ def assert_same_as_whole(name: str, found: list[Tensor]) -> None:
         assert float((logits - whole).abs().max()) <= 1e-11 * float(whole.abs().max())
 
 
-ALWAYS = ("gemma2", "gpt-oss", "mla with a window", "mlav2", "qwen3-next", "hybrid", "experts", "t5 with RoPE",
+ALWAYS = ("gemma2", "gpt-oss", "mla with a window", "mlav2", "dsa", "qwen3-next", "hybrid", "experts", "t5 with RoPE",
           "t5 with relative positions")  # fmt: skip
 """Models of every test run: each kind of cache. Nightly runs have all."""
 
@@ -75,6 +75,22 @@ def test_logits_are_those_of_the_whole_sequence(name: str) -> None:
         logits_of_heads(one, torch.tensor(rows[:1])) for one in (tiny_model(name), model.give_back())
     )
     assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 7, 19])
+def test_a_wrong_key_of_the_indexer_changes_logits(wrong: int | None) -> None:
+    """Of one of 20 positions, in one layer."""
+    row, start = sequences()[0], 20
+    model = cached("dsa", sequences=1, per_pass=SEQ)
+    reservation = model.cache.reserve(SEQ)
+    assert reservation is not None
+    model.logits([NewTokens(reservation, row[:start], 0)])
+    if wrong is not None:
+        model.cache.rows[0][1][wrong] *= -1
+    (found,) = model.logits([NewTokens(reservation, row[start:], start, wants_all=True)])
+    whole = logits_of_heads(tiny_model("dsa"), torch.tensor([row]))[0].squeeze(0)[start:]
+    is_same = float((found - whole).abs().max()) <= 1e-11 * float(whole.abs().max())
+    assert is_same == (wrong is None)
 
 
 class Packed:
@@ -120,6 +136,7 @@ def test_a_window_keeps_few_rows() -> None:
     whole, window = (cached(name).cache.plan for name in ("llama", "window"))
     assert window.bytes_of(SEQ) * SEQ == whole.bytes_of(SEQ) * (3 + window.tokens_per_pass)
     assert cached("mla").cache.plan.bytes_of(10) == 10 * 4 * 8 * (12 + 4)
+    assert cached("dsa").cache.plan.bytes_of(10) == 10 * 4 * 8 * (12 + 4 + 8)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "experts", "gpt2"])

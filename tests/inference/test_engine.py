@@ -41,7 +41,7 @@ def run(engine: Engine, wanted: Sequence[tuple[list[int], Sampling]]) -> list[Co
         "gemma2",
         *(
             pytest.param(one, marks=pytest.mark.nightly)
-            for one in ("mla", "qwen3-next", "experts with capacity")
+            for one in ("mla", "dsa", "qwen3-next", "experts with capacity")
         ),
     ],
 )

@@ -22,7 +22,7 @@ from megatrain.training.launch.user_files import add_user_files
 
 VOCAB, SEQ = 97, 30
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01"
-_WITHOUT = "--model-family bert", "--model-family vlm", "--experimental-attention-variant dsa"
+_WITHOUT = "--model-family bert", "--model-family vlm"
 _TEXT_MODELS = {
     name: flags for name, flags in PARITY_MODELS.items() if not any(words in flags for words in _WITHOUT)
 }

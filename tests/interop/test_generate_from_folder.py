@@ -17,8 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS = ["add", "a longer prompt, with (words)", "x = "]
 ALWAYS = ("Llama 3", "DeepSeek-V3")
 """Models of every test run, with and without latent attention. Nightly runs have all."""
-WITHOUT_CACHE = ("DeepSeek-V3.2", "GLM-5")
-"""Models whose indexers have no cache."""
 
 
 def generated(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
@@ -28,12 +26,7 @@ def generated(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str,
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(one, marks=[] if one in ALWAYS else pytest.mark.nightly)
-        for one in MODELS
-        if one not in WITHOUT_CACHE
-    ],
+    "name", [pytest.param(one, marks=[] if one in ALWAYS else pytest.mark.nightly) for one in MODELS]
 )
 def test_greedy_texts_are_those_of_transformers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -54,16 +47,6 @@ def test_greedy_texts_are_those_of_transformers(
     assert main(["convert", "hf-to-megatrain", str(folder), str(tmp_path / "ours")]) == 0
     again = generated(capsys, "--load", str(tmp_path / "ours"), *flags, "--repetition-penalty", "1.3")
     assert again == found
-
-
-@pytest.mark.parametrize("name", WITHOUT_CACHE)
-def test_a_model_without_a_cache_generates_no_text(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write(tiny_model(name), tmp_path / "theirs")
-    write_tokenizer(folder)
-    assert main(["generate", "--load", f"hf:{folder}", "--prompt", "add"]) == 2
-    assert "SparseAttentionSpec generate no text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])

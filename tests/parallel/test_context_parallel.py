@@ -41,6 +41,7 @@ def test_chunks_that_lie_side_by_side_are_one_run() -> None:
 def test_one_rank_has_sequences_of_any_length() -> None:
     (cp,) = ranks(1)
     assert cp.positions(5, CPU).tolist() == [0, 1, 2, 3, 4]
+    assert to_sequence_order(torch.arange(5), 1).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from megatrain.config.model_spec.latent_attention import LatentSizes
@@ -178,9 +178,11 @@ class SparseAttentionSpec(AttentionSpec):
         """Attention computes the scores of all keys, and so does the indexer."""
         return super().pair_channels + self.indexer.num_heads * self.indexer.head_dim
 
-    def cache_sizes(self, num_ranks: int) -> CacheSizes | None:  # noqa: ARG002
-        """No cache has the indexer's keys."""
-        return None
+    def cache_sizes(self, num_ranks: int) -> CacheSizes | None:
+        """Also the keys of the indexer."""
+        sizes = super().cache_sizes(num_ranks)
+        assert sizes is not None
+        return replace(sizes, rows=(*sizes.rows, (1, self.indexer.head_dim)))
 
 
 def _of_heads(name: str, heads: int, head_dim: int, what: str) -> Piece:

@@ -15,7 +15,7 @@ from megatrain.config.schema.resume_class import (
     is_turned_off,
     is_turned_on,
 )
-from megatrain.config.schema.setting import ARGS, Section, setting
+from megatrain.config.schema.setting import ARGS, EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _LATENTS, _NO_LATENTS = on("model.multi_latent_attention"), off("model.multi_latent_attention")
@@ -124,9 +124,13 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Mamba-2: no RMSNorm of the groups of channels after the gate. Not in Megatron-LM."""
     bert_no_binary_head: bool = setting(False, needs=one_of("model.model_family", "bert"))
     """BERT: no next-sentence head, no pooler and no token types."""
-    decoder_num_layers: int | None = setting(None, at_least=1, on_resume=SAFE, needs=_TWO_DEPTHS)
+    decoder_num_layers: int | None = setting(
+        None, at_least=1, on_resume=SAFE, taken_by=ARGS, needs=_TWO_DEPTHS
+    )
     """vlm: layers of the language model; none: --num-layers. T5: must equal --encoder-num-layers, the depth of both stacks, as in Megatron-LM."""
-    decoder_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=SAFE, needs=_T5)
+    decoder_seq_length: int | None = setting(
+        None, at_least=1, unit="tokens", on_resume=SAFE, taken_by=ARGS, needs=_T5
+    )
     """T5: length of the decoder's part of a sample; --seq-length is that of the encoder's."""
     hidden_size: int = setting(
         REQUIRED,
@@ -370,7 +374,7 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Coefficient of the z-loss: the squared log-sum-exp of the output logits, per token; logged as `z loss`. Not in Megatron-LM."""
     embedding_multiplier: float = setting(1.0, above=0, on_resume=FUNCTION)
     """Factor of the embedding output; Gemma uses sqrt(hidden size). Not in Megatron-LM."""
-    fp32_residual_connection: bool = setting(False, on_resume=SAFE)
+    fp32_residual_connection: bool = setting(False, on_resume=SAFE, taken_by=EVALUATION)
     """Keep the residual stream in fp32."""
     untie_embeddings_and_output_weights: bool = setting(False, adapts=is_turned_on)
     """Use separate weights for embedding and output layer."""

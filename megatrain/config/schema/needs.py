@@ -5,6 +5,7 @@
     above(path, 1)           with --pipeline-model-parallel-size 1
     one_of(path, "x", "y")   unless --cuda-graph-impl is x or y
     none_of(path, "x")       with --optimizer x
+    differs(path, other)     with --eval-micro-batch-size as --micro-batch-size
     either(need, need)       as its `words` say
     costly(need)             the setting's speed or memory is lost
 
@@ -66,6 +67,11 @@ def none_of(path: str, *values: str, why: str = "") -> Need:
     """Need another value than these; of a list, that it has none of them."""
     words = f"with {{}} {' or '.join(map(str, values))}{why}"
     return Need(words, (path,), lambda value_of: not _has(value_of(path), values))
+
+
+def differs(path: str, other: str) -> Need:
+    """Need that two settings have different values."""
+    return Need("with {} as {}", (path, other), lambda value_of: value_of(path) != value_of(other))
 
 
 def contains(path: str, text: str) -> Need:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
-from megatrain.config.schema.needs import Need, conflict, contains, either, none_of, on, one_of
+from megatrain.config.schema.needs import Need, conflict, contains, differs, either, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -14,11 +14,15 @@ _OFFLOADS = on("training.cpu_offloading_num_layers", "training.fine_grained_acti
 OffloadedModule = Literal[
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "layer_input"
 ]
-_EVALUATED_AS_TRAINED = (
-    conflict("data.dataloader_type", "cyclic", why=", whose order depends on the micro-batch size"),
-    conflict("data.pack_documents", why=", whose micro-batches are packs"),
-    conflict("model.model_family", "vlm", why=", whose images are sent in micro-batches of one size"),
-    conflict("distillation.export_kd_teacher_load", why=", whose passes have --micro-batch-size samples"),
+_OTHER_PASSES = differs("training.eval_micro_batch_size", "training.micro_batch_size")
+_EVALUATED_AS_TRAINED = tuple(
+    conflict(path, *values, when=_OTHER_PASSES, why=why)
+    for path, values, why in (
+        ("data.dataloader_type", ["cyclic"], ", whose order depends on the micro-batch size"),
+        ("data.pack_documents", [], ", whose micro-batches are packs"),
+        ("model.model_family", ["vlm"], ", whose images are sent in micro-batches of one size"),
+        ("distillation.export_kd_teacher_load", [], ", whose passes have --micro-batch-size samples"),
+    )
 )
 RecomputedModule = Literal["core_attn", "mlp", "layernorm", "mla_up_proj", "moe", "shared_experts", "moe_act"]
 

@@ -5,7 +5,7 @@ from typing import Final, Literal
 
 from megatrain.config.schema.needs import above, conflict, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SHAPE
-from megatrain.config.schema.setting import Section, setting
+from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO
 
 VLM: Final = one_of("model.model_family", "vlm")
@@ -28,7 +28,7 @@ _PLAIN_TOWER: Final = tuple(
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionConfig(Section, on_resume=SHAPE):
+class VisionConfig(Section, on_resume=SHAPE, taken_by=EVALUATION):
     """Vision tower and projector: images, sizes, frozen parts."""
 
     img_h: int = setting(224, at_least=1, unit="pixels", needs=VLM)

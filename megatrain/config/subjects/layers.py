@@ -184,6 +184,20 @@ def spec_names_a_function(draft: Draft) -> Problems:
 
 
 @rule
+def custom_layers_go_on(draft: Draft) -> Problems:
+    """A resumed run computes the layers of its checkpoint, and takes no code from there."""
+    stored = draft.facts.checkpoint
+    if stored is None or stored.is_start or draft.config.model.spec:
+        return
+    function = layer_function(stored.config.get("model", {}).get("spec", ()))
+    if function is not None:
+        yield Problem(
+            f"{stored.path}: its model has custom layers of {function}, and no code is run that only a checkpoint names",
+            f"add --spec {function} if you trust that code, or start from the weights alone: --finetune",
+        )
+
+
+@rule
 def spec_is_of_the_family(draft: Draft) -> Problems:
     words, family = draft.config.model.spec, draft.config.model.model_family
     if _names_layers_of_others(draft):

@@ -20,7 +20,7 @@ Source: DeepSeek-V3.2-Exp, section 2.1; tensors and loss are those of Megatron-L
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class SparseAttention(nn.Module):
     def __init__(self, spec: SparseAttentionSpec, context: LayerContext) -> None:
         super().__init__()
         assert spec.latent is not None
-        linears, sizes, recompute = context.linears(spec), spec.latent, context.recompute
+        linears, sizes = context.linears(spec), spec.latent
         rank, builder, norms = sizes.query_rank, context.builder, latent_norm(spec, context)
         self.norm = builder.residual_norm(context.branch_norm(spec))
         self.down = context.replicated_linear(linears["kv_down" if rank is None else "q_down"], None)
@@ -68,12 +68,7 @@ class SparseAttention(nn.Module):
         if rank is not None and spec.qk_norm == "latent":
             weights = norm_weights(f"{context.name(spec)}.q_norm", rank, norms, context.tp)
             self.query_norm = builder.norm(weights, norms)
-        self.up = UpProjection(spec, context, is_gathered=False, has_query_norm=False)
-        self.discards_heads = recompute.has_part("mla_up_proj")
-        self.indexer, self.layer = Indexer(spec, context), context.number
-        core = SelectedAttention(spec, context)
-        self.core = RecomputedModule(core) if recompute.has_part("core_attn") else core
-        self.tp, self.scale = context.tp, core.scale
+        self.attention, self.layer = IndexedAttention(spec, context), context.number
         self.proj = context.row_linear(linears["proj"], has_bias=spec.has_bias)
         self.output = branch_output(spec, context)
 
@@ -82,19 +77,40 @@ class SparseAttention(nn.Module):
         *queries, keys_values, rotary_keys = self.down(x, None, info)[1].split(self.sizes, dim=-1)
         latent = queries[0] if queries else x
         latent = latent if self.query_norm is None else self.query_norm(latent, info)
-        latents = Latents(latent, keys_values, rotary_keys)
-        heads: Heads = self.up(*latents, info)
-        selected, loss = self.indexer(x, latent, info, self._target(heads))
-        if self.discards_heads:
-            kept = [one.detach() for one in latents]
-            with discarded(heads, lambda: self.up(*kept, info)):
-                out = self.core(*heads, selected, info)
-        else:
-            out = self.core(*heads, selected, info)
+        out, loss = self.attention(Latents(latent, keys_values, rotary_keys), x, info)
         if loss is not None:
             out = add_loss(out, loss, info.router_loss_scale)
-            info.indexer_losses[self.layer] = loss.detach() / self.indexer.spec.loss_coeff
+            info.indexer_losses[self.layer] = loss.detach() / self.attention.indexer.spec.loss_coeff
         return self.output.add_to(residual, self.proj(out, info), info)
+
+
+class IndexedAttention(nn.Module):
+    """Up-projection, indexer and core attention to the keys that it selects."""
+
+    def __init__(self, spec: SparseAttentionSpec, context: LayerContext) -> None:
+        super().__init__()
+        recompute = context.recompute
+        self.up = UpProjection(spec, context, is_gathered=False, has_query_norm=False)
+        self.discards_heads = recompute.has_part("mla_up_proj")
+        self.indexer = Indexer(spec, context)
+        core = SelectedAttention(spec, context)
+        self.core = RecomputedModule(core) if recompute.has_part("core_attn") else core
+        self.tp, self.scale = context.tp, core.scale
+
+    def forward(self, latents: Latents, x: Tensor, info: PassInfo) -> tuple[Tensor, Tensor | None]:
+        """Return [s, b, n/tp * value channels], and the loss of the indexer times its coefficient, if it is trained.
+
+        Args:
+            latents: that of queries is normalized.
+            x: norm of the hidden states, [s/tp, b, h].
+        """
+        heads: Heads = self.up(*latents, info)
+        selected, loss = self.indexer(x, latents.queries, info, self._target(heads))
+        if not self.discards_heads:
+            return self.core(*heads, selected, info), loss
+        kept = [one.detach() for one in latents]
+        with discarded(heads, lambda: self.up(*kept, info)):
+            return self.core(*heads, selected, info), loss
 
     def _target(self, heads: Heads) -> Target:
         """Return the mean attention probabilities of the heads of all tensor ranks."""
@@ -151,6 +167,14 @@ class Indexer(nn.Module):
             x: norm of the hidden states, [s/tp, b, h].
             latent: normalized latent of queries, [s/tp, b, channels].
         """
+        found = self.projected(x, latent, info)
+        if not (self.spec.loss_coeff and info.is_training):
+            return selected_keys(*found, self.spec), None
+        selected, loss = _Selection.apply(*found, self.spec, target)
+        return selected, loss
+
+    def projected(self, x: Tensor, latent: Tensor, info: PassInfo) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [s, b, n, d] and keys [s, b, d] with RoPE, and weights [s, b, n]."""
         spec = self.spec
         q = self.queries(_Stopped.apply(latent), None, info)[1]
         keys_weights = self.keys_weights(_Stopped.apply(x), None, info)[1]
@@ -162,9 +186,7 @@ class Indexer(nn.Module):
             functions.apply_rope(one, *rows, is_interleaved=spec.is_interleaved)
             for one in (q.unflatten(-1, (spec.num_heads, -1)), k.unsqueeze(2))
         )
-        learns = bool(spec.loss_coeff) and info.is_training
-        selected, loss = _Selection.apply(q, k.squeeze(2), weights, spec, target if learns else None)
-        return selected, loss if learns else None
+        return q, k.squeeze(2), weights
 
 
 class _Stopped(Function):
@@ -187,25 +209,21 @@ class _Selection(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, weights: Tensor, spec: IndexerSpec, target: Target | None
+        ctx: Any, q: Tensor, k: Tensor, weights: Tensor, spec: IndexerSpec, target: Target
     ) -> tuple[Tensor, Tensor]:
-        s, b, n, _ = q.shape
+        s, b, _, _ = q.shape
         kind = accumulation_dtype(q.dtype)
         selected = torch.zeros(b, s, s, dtype=torch.bool, device=q.device)
         loss = torch.zeros((), dtype=kind, device=q.device)
         inputs = [x.detach().to(kind) for x in (q, k, weights)]
-        grads = [torch.zeros_like(x) for x in inputs] if target is not None else []
-        step = max(1, _PAIRS // (b * n * s))
-        for first in range(0, s, step):
-            rows, keys = slice(first, min(first + step, s)), slice(min(first + step, s))
+        grads = [torch.zeros_like(x) for x in inputs]
+        for rows, keys in _few_queries(q, k):
             places = (rows, keys, rows)
-            parts = [x[one].requires_grad_(target is not None) for x, one in zip(inputs, places, strict=True)]
-            with torch.set_grad_enabled(target is not None):
-                scores = index_scores(parts[0], parts[1], parts[2], first, spec)
+            parts = [x[one].requires_grad_() for x, one in zip(inputs, places, strict=True)]
+            with torch.enable_grad():
+                scores = index_scores(parts[0], parts[1], parts[2], spec)
                 chosen = _largest(scores.detach(), spec.top_k)
                 selected[:, rows, keys] = chosen
-                if target is None:
-                    continue
                 is_compared = chosen if spec.has_sparse_loss else scores.isfinite()
                 part = _divergence(scores, is_compared, target(rows, is_compared)) * (
                     spec.loss_coeff / (s * b)
@@ -219,31 +237,54 @@ class _Selection(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = [grad * grads[1].to(grad.dtype) for grad in ctx.saved_tensors] or [None] * 3
-        return *found, None, None
+        return *(grad * grads[1].to(grad.dtype) for grad in ctx.saved_tensors), None, None
 
 
-def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int, spec: IndexerSpec) -> Tensor:
-    """Return the scores of queries and keys, [b, rows, keys]; those of later keys are -inf.
+@torch.no_grad()
+def selected_keys(q: Tensor, k: Tensor, weights: Tensor, spec: IndexerSpec) -> Tensor:
+    """Return which keys each query attends to, bool [b, queries, keys]; see `index_scores`."""
+    kind = accumulation_dtype(q.dtype)
+    q, k, weights = (x.to(kind) for x in (q, k, weights))
+    selected = torch.zeros(q.shape[1], len(q), len(k), dtype=torch.bool, device=q.device)
+    for rows, keys in _few_queries(q, k):
+        selected[:, rows, keys] = _largest(index_scores(q[rows], k[keys], weights[rows], spec), spec.top_k)
+    return selected
+
+
+def _few_queries(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield consecutive queries whose scores are in memory at a time, and their keys."""
+    count, b, n, _ = q.shape
+    step = max(1, _PAIRS // (b * n * len(k)))
+    for first in range(0, count, step):
+        stop = min(first + step, count)
+        yield slice(first, stop), slice(len(k) - count + stop)
+
+
+def index_scores(q: Tensor, k: Tensor, weights: Tensor, spec: IndexerSpec) -> Tensor:
+    """Return the scores of queries and keys, [b, queries, keys]; those of later keys are -inf.
 
     Args:
-        q, weights: of the queries whose position is `first` and later, [rows, b, n, d] and [rows, b, n].
-        k: keys from position 0, [keys, b, d].
+        q, weights: of the last positions, [queries, b, n, d] and [queries, b, n].
+        k: keys of all positions, [keys, b, d].
     """
     products = torch.einsum("sbnd,tbd->bnst", q, k)
     if spec.has_relu:
         products = products.relu()
     factors = weights * (spec.num_heads**-0.5 * spec.head_dim**-0.5)
     scores = torch.einsum("bnst,sbn->bst", products, factors)
-    positions = torch.arange(max(first + len(q), len(k)), device=q.device)
-    is_later = positions[: len(k)] > positions[first : first + len(q), None]
+    is_later = torch.ones_like(scores[0], dtype=torch.bool).triu(1 + len(k) - len(q))
     return scores.masked_fill(is_later, float("-inf"))
 
 
 def _largest(scores: Tensor, top_k: int) -> Tensor:
-    """Return which keys of each query have its largest scores, bool like `scores`; a query with fewer keys has all."""
-    best = scores.topk(min(top_k, scores.shape[-1]), dim=-1).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & scores.isfinite()
+    """Return which keys of each query have its largest scores, bool like `scores`; a query with fewer keys has all.
+
+    Of equal scores (0, where no head has a positive product) the first keys count, in every pass that computes them.
+    """
+    last = scores.topk(min(top_k, scores.shape[-1]), dim=-1).values[..., -1:]
+    is_larger, is_last = scores > last, scores == last
+    places = top_k - is_larger.sum(-1, keepdim=True)
+    return (is_larger | (is_last & (is_last.cumsum(-1) <= places))) & scores.isfinite()
 
 
 def _divergence(scores: Tensor, is_compared: Tensor, target: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class MegatrainLM(LM):
         self._torch_device = torch.device(device)
         self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
         kind = dtype or (torch.bfloat16 if self._torch_device.type == "cuda" else torch.float32)
-        options = ModelOptions(device=self._torch_device, dtype=kind, is_unlimited=True)
+        options = ModelOptions(device=self._torch_device, dtype=kind, is_unlimited=True, is_rounded=True)
         reader = foreign_reader(load, print)
         self.loaded = load_model(Path(load), options) if reader is None else load_tensors(reader, options)
         require_text_model(self.loaded)

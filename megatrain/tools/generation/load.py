@@ -165,6 +165,7 @@ def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
         spec_digest=arguments.spec_digest,
         ranks=process.ranks,
         is_unlimited=True,
+        is_rounded=True,
     )
     foreign = foreign_reader(arguments.load, process.note)
     loaded = load_model(Path(arguments.load), options) if foreign is None else load_tensors(foreign, options)

@@ -36,6 +36,16 @@ def stored(plan_of):
     return Facts(checkpoint=run, tokenizer_fingerprint="abc")
 
 
+def test_custom_layers_of_the_checkpoint_are_named_again(assert_refused, plan_of, stored):
+    config = dict(stored.checkpoint.config)
+    config["model"] = {**config["model"], "spec": ["mine.py:layers"], "spec_digest": "1"}
+    facts = dataclasses.replace(stored, checkpoint=dataclasses.replace(stored.checkpoint, config=config))
+    named = ("custom layers of mine.py:layers", "no code is run that only a checkpoint names")
+    assert_refused(BASE, named, ("add --spec mine.py:layers", "--finetune"), facts=facts)
+    weights = dataclasses.replace(facts.checkpoint, is_start=True)
+    plan_of(f"{BASE} --finetune --load c", facts=dataclasses.replace(facts, checkpoint=weights))
+
+
 def test_an_unchanged_run_resumes_without_notes(plan_of, stored):
     assert plan_of(BASE, facts=stored).notes == ()
 

@@ -12,7 +12,9 @@ from everyday import only
 from run_here import MODEL, trainer_of_command_line
 from torch import Tensor
 
+from megatrain.config import ConfigError
 from megatrain.config.schema.quantization import SCALE_PREFIX
+from megatrain.inference.stored_model import ModelOptions, TensorRanks, load_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.kernels.quantization.rounding import scales_of
 from megatrain.model.implementations.fake_quantized import (
@@ -145,6 +147,11 @@ def test_the_export_computes_what_an_evaluation_does(
     words = [*MODEL, *dtype.split(), "--qat", name, "--save", f"{tmp_path}/run", "--lr", "0.05"]
     words += "--qat-group-size 4 --train-iters 4 --lr-warmup-iters 1 --eval-iters 0".split()
     ((ours, weights),) = pool.run(1, weights_in_evaluation, words)
+    for is_rounded in (False, True):  # generated texts and scores are those of evaluations
+        kind = torch.bfloat16 if dtype else torch.float32
+        options = ModelOptions(device=torch.device("cpu"), dtype=kind, is_rounded=is_rounded)
+        found = logits_of_heads(load_model(tmp_path / "run", options).model, TOKENS)[0]
+        assert torch.equal(found, ours) == is_rounded
     assert main(["quantize", f"{tmp_path}/run", f"{tmp_path}/hf", "--format", name]) == 0
     plain = HfCheckpoint(dequantized(tmp_path / "hf", name, tmp_path / "plain", group_size=4))
     assert len(weights) == 7
@@ -166,3 +173,13 @@ def test_the_export_computes_what_an_evaluation_does(
         theirs = model.eval()(TOKENS, use_cache=False).logits  # decompresses the weights
     limit = 1e-5 if name == "int4" and not dtype else 5e-2
     assert float((ours - theirs).abs().max()) < limit * float(theirs.abs().max())
+
+
+def test_tensor_ranks_of_a_text_have_whole_groups(pool: WorkerPool, tmp_path: Path) -> None:
+    words = [*FLAGS, "--qat", "int4", "--qat-group-size", "8", "--train-iters", "2", "--save", str(tmp_path)]
+    assert pool.run(1, train, words) == [0]
+    options = ModelOptions(
+        device=torch.device("cpu"), dtype=torch.float32, ranks=TensorRanks(4), is_rounded=True
+    )
+    with pytest.raises(ConfigError, match=r"4 tensor ranks: groups of 8 weights \(--qat-group-size\)"):
+        load_model(tmp_path, options)

@@ -31,15 +31,19 @@ from megatrain.training.launch.ranks import report_errors
 CPU = torch.device("cpu")
 PROMPTS = [[5, 3, 8], [1], [9, 9, 2, 7, 1, 4]]
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0 --moe-expert-capacity-factor 0.5"
+LATENTS = (
+    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 4 --qk-pos-emb-head-dim 4"
+    " --v-head-dim 4 --q-lora-rank 20 --qk-layernorm --rope-type rope --softmax-type vanilla"
+)
+INDEXER = (
+    "--experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8"
+    " --dsa-indexer-topk 4 --dsa-indexer-loss-coeff 0.5"
+)
+LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
 MODELS = {
-    "groups": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
-    "latents": (
-        1,
-        (
-            "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 4 --qk-pos-emb-head-dim 4"
-            " --v-head-dim 4 --q-lora-rank 20 --qk-layernorm --rope-type rope --softmax-type vanilla"
-        ),
-    ),
+    "groups": (4, LAYOUT),
+    "latents": (1, LATENTS),
+    "selected keys": (4, f"{LATENTS} {INDEXER} {LAYOUT}"),
     "states and experts": (
         1,
         (

@@ -7,23 +7,40 @@ import math
 
 from megatrain.config.errors import Problem
 from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.linear import Linear
 from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Problems, derives, rule
-from megatrain.config.schema.quantization import QUANTIZATION_FORMATS
+from megatrain.config.schema.optimizer import PrecisionConfig
+from megatrain.config.schema.quantization import QUANTIZATION_FORMATS, QuantizationFormat
 
 
 @derives("derived.qat")
 def qat(draft: Draft) -> DerivedValue:
     """Derive the format that linear layers are rounded to."""
-    precision = draft.config.precision
+    found = format_of_training(draft.config.precision)
+    return DerivedValue(
+        found, "--qat is not given" if found is None else f"--qat {draft.config.precision.qat}"
+    )
+
+
+def format_of_training(precision: PrecisionConfig) -> QuantizationFormat | None:
+    """Return the format of --qat."""
     if precision.qat is None:
-        return DerivedValue(None, "--qat is not given")
+        return None
     found = QUANTIZATION_FORMATS[precision.qat]
-    if found.weights.strategy == "group":
-        weights = dataclasses.replace(found.weights, group_size=precision.qat_group_size)
-        found = dataclasses.replace(found, weights=weights)
-    return DerivedValue(found, f"--qat {precision.qat}")
+    if found.weights.strategy != "group":
+        return found
+    return dataclasses.replace(
+        found, weights=dataclasses.replace(found.weights, group_size=precision.qat_group_size)
+    )
+
+
+def split_group(spec: ModelSpec, size: int, tp: int) -> Linear | None:
+    """Return a linear layer whose inputs on one of `tp` tensor ranks are no whole groups; None: there is none."""
+    linears = (linear for layer in spec.layers for linear in layer.linears(spec.hidden_size))
+    return next((linear for linear in linears if linear.local_inputs(tp) % size), None)
 
 
 def uncovered_part(draft: Draft) -> str:
@@ -56,9 +73,9 @@ def groups_divide_inputs(draft: Draft) -> Problems:
     if precision.qat is None or QUANTIZATION_FORMATS[precision.qat].weights.strategy != "group":
         return
     spec, size = draft.derived.model_spec, precision.qat_group_size
-    linears = [linear for layer in spec.layers for linear in layer.linears(spec.hidden_size)]
-    wrong = next((linear for linear in linears if linear.local_inputs(tp) % size), None)
+    wrong = split_group(spec, size, tp)
     if wrong is not None:
+        linears = [linear for layer in spec.layers for linear in layer.linears(spec.hidden_size)]
         fitting = math.gcd(size, *(int(linear.local_inputs(tp)) for linear in linears))
         yield Problem(
             f"--qat-group-size {size} does not divide the {wrong.local_inputs(tp):g} inputs of {wrong.weight} on a tensor rank",
