@@ -501,6 +501,7 @@ def test_a_folder_may_have_more_rows_than_the_tokenizer_has_tokens(plan_of):
 
 TESTED_HERE = (
     "settings_match_checkpoint",
+    "custom_layers_go_on",
     "quantile_balancing_matches_checkpoint",
     "upcycling_fits_the_dense_model",
     "data_matches_checkpoint",
