@@ -159,40 +159,21 @@ def add_flags(commands: Any) -> None:
         description="Report NaN, skipped updates, spikes of the loss, silence (a late or dead rank), missing saves and the end of runs"
         " to a webhook, and serve their numbers to Prometheus, until Ctrl-C.",
     )
-    alerts.add_argument("runs", nargs="+", metavar="RUN", help="--save folder or --metrics-file of a run")
-    alerts.add_argument(
-        "--webhook",
-        metavar="URL",
-        help='address that gets each alert as JSON: {"text", "run", "kind", "iteration"}',
+    alerts.add("runs RUN ...", "--save folder or --metrics-file of a run")
+    alerts.add("--webhook URL", 'address that gets each alert as JSON: {"text", "run", "kind", "iteration"}')
+    alerts.add(
+        "--port N",
+        "port of /metrics for Prometheus, on this host's loopback address",
+        of=int,
+        at_least=0,
+        at_most=65535,
     )
-    alerts.add_argument(
-        "--port",
-        type=int,
-        metavar="N",
-        help="port of /metrics for Prometheus, on this host's loopback address",
-    )
-    alerts.add_argument("--host", default="127.0.0.1", help="address of /metrics (default: %(default)s)")
-    alerts.add_argument(
-        "--interval", type=float, default=30.0, metavar="SECONDS", help="time between two looks (default: 30)"
-    )
-    alerts.add_argument(
-        "--spike",
-        type=float,
-        default=1.5,
-        metavar="FACTOR",
-        help="loss over the median of the 100 before (default: 1.5)",
-    )
-    alerts.add_argument(
-        "--silence",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="silence to report, besides ten iterations (default: 300)",
-    )
-    alerts.add_argument(
-        "--once",
-        action="store_true",
-        help="print what lasts now (silence, a missing save, an end), and exit with 1 if there is some",
+    alerts.add("--host", "address of /metrics", "127.0.0.1")
+    alerts.add("--interval SECONDS", "time between two looks", 30.0)
+    alerts.add("--spike FACTOR", "loss over the median of the 100 before", 1.5)
+    alerts.add("--silence SECONDS", "silence to report, besides ten iterations", 300.0)
+    alerts.add(
+        "--once", "print what lasts now (silence, a missing save, an end), and exit with 1 if there is some"
     )
 
 

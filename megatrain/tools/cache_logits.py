@@ -57,21 +57,9 @@ def add_flags(commands: Any) -> None:
         + RUN_FLAGS,
         usage="megatrain cache-logits [--logits-save-dir DIR] [--logits-save-top-k K] FLAGS",
     )
-    command.add_argument(
-        "--logits-save-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder (default: PREFIX.logits, of the first --data-path)",
-    )
-    command.add_argument(
-        "--logits-save-top-k", type=int, default=64, metavar="K", help="tokens kept (default: 64)"
-    )
-    command.add_argument(
-        "--logits-save-dtype",
-        choices=("fp16", "fp32"),
-        default="fp16",
-        help="of log-probabilities (default: fp16)",
-    )
+    command.add("--logits-save-dir DIR", "folder (default: PREFIX.logits, of the first --data-path)", of=Path)
+    command.add("--logits-save-top-k K", "tokens kept", 64, at_least=1)
+    command.add("--logits-save-dtype", "of log-probabilities", "fp16", choices=("fp16", "fp32"))
 
 
 def run(arguments: argparse.Namespace) -> int:

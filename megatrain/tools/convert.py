@@ -64,36 +64,31 @@ def add_flags(commands: Any) -> None:
     _add_peft_flags(directions)
     parsers = add_commands(directions, {run: text for run, (text, _) in texts.items()})
     for parser, (_, source) in zip(parsers.values(), texts.values(), strict=True):
-        parser.add_argument("source", metavar="PATH", help=source)
-        parser.add_argument("target", metavar="TARGET", help="folder to write to")
+        parser.add("source PATH", source)
+        parser.add("target TARGET", "folder to write to")
     megatron, _, theirs, ours = parsers.values()
-    megatron.add_argument(
+    megatron.add(
         "--allow-pickle",
-        action="store_true",
-        help="also read the format torch (mp_rank_*), whose files are pickled; no code in them is run",
+        "also read the format torch (mp_rank_*), whose files are pickled; no code in them is run",
     )
     rows = {
         megatron: "tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)",
         theirs: "rows of the vocabulary to keep, such as the number of tokens of the tokenizer (default: all)",
     }
     for parser, text in rows.items():
-        parser.add_argument("--vocab-size", type=int, metavar="N", help=text)
-        parser.add_argument("--files", type=int, metavar="N", help="number of files (default: of 5 GB each)")
-    ours.add_argument(
-        "--architecture",
-        metavar="NAME",
-        help="class of transformers, such as MistralForCausalLM (default: the first that computes the same)",
+        parser.add("--vocab-size N", text, of=int)
+        parser.add("--files N", "number of files (default: of 5 GB each)", of=int, at_least=1)
+    ours.add(
+        "--architecture NAME",
+        "class of transformers, such as MistralForCausalLM (default: the first that computes the same)",
     )
-    ours.add_argument(
-        "--image-token-id",
-        type=int,
-        metavar="N",
-        help="token that stands for an image, which no text has (default: --image-token-id of the run, else <image> of the"
+    ours.add(
+        "--image-token-id N",
+        "token that stands for an image, which no text has (default: --image-token-id of the run, else <image> of the"
         " tokenizer)",
+        of=int,
     )
-    ours.add_argument(
-        "--no-compare", action="store_true", help="do not load both models to compare their logits"
-    )
+    ours.add("--no-compare", "do not load both models to compare their logits")
     add_file_options(ours)
 
 
@@ -114,9 +109,9 @@ def _add_peft_flags(directions: Any) -> None:
     }
     parsers = add_commands(directions, {run: text for run, (text, *_) in texts.items()})
     for parser, (run, (_, source, base, value)) in zip(parsers.values(), texts.items(), strict=True):
-        parser.add_argument("source", metavar="PATH", help=source)
-        parser.add_argument("target", metavar="TARGET", help="folder to write to")
-        parser.add_argument("--base", metavar=value, required=run is peft_to_megatrain, help=base)
+        parser.add("source PATH", source)
+        parser.add("target TARGET", "folder to write to")
+        parser.add(f"--base {value}", base, required=run is peft_to_megatrain)
 
 
 def _add_combine_flags(directions: Any) -> None:
@@ -124,29 +119,18 @@ def _add_combine_flags(directions: Any) -> None:
     parser = add_command(
         directions, "combine", run=combine, help=text, description=f"{text[0].upper()}{text[1:]}."
     )
-    parser.add_argument(
-        "tower",
-        metavar="TOWER",
-        help="folder of CLIPVisionModel, CLIPModel, SiglipVisionModel or SiglipModel",
-    )
-    parser.add_argument(
-        "language", metavar="LANGUAGE", help="folder of a language model, such as LlamaForCausalLM"
-    )
-    parser.add_argument("target", metavar="TARGET", help="folder to write to")
-    parser.add_argument(
-        "--feature-layer",
-        type=int,
-        metavar="N",
-        help="layer of the tower whose output the projector reads, counted from the end (default: -2 for CLIP, as in LLaVA,"
+    parser.add("tower TOWER", "folder of CLIPVisionModel, CLIPModel, SiglipVisionModel or SiglipModel")
+    parser.add("language LANGUAGE", "folder of a language model, such as LlamaForCausalLM")
+    parser.add("target TARGET", "folder to write to")
+    parser.add(
+        "--feature-layer N",
+        "layer of the tower whose output the projector reads, counted from the end (default: -2 for CLIP, as in LLaVA,"
         " -1 for SigLIP); later layers are left out",
+        of=int,
     )
-    parser.add_argument(
-        "--seed", type=int, default=1234, metavar="N", help="seed of the projector (default: 1234)"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="rows of the vocabulary to keep (default: all)"
-    )
-    parser.add_argument("--files", type=int, metavar="N", help="number of files (default: of 5 GB each)")
+    parser.add("--seed N", "seed of the projector", 1234)
+    parser.add("--vocab-size N", "rows of the vocabulary to keep (default: all)", of=int)
+    parser.add("--files N", "number of files (default: of 5 GB each)", of=int, at_least=1)
 
 
 def combine(arguments: argparse.Namespace) -> int:

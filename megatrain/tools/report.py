@@ -26,10 +26,8 @@ def add_flags(commands: Any) -> None:
         run=run,
         description="Write one HTML page with the curves, evaluations and settings of runs. It needs no network.",
     )
-    report.add_argument("runs", nargs="+", metavar="RUN", help="--save folder or --metrics-file of a run")
-    report.add_argument(
-        "--output", default="report.html", metavar="FILE", help="page to write (default: report.html)"
-    )
+    report.add("runs RUN ...", "--save folder or --metrics-file of a run")
+    report.add("--output FILE", "page to write", "report.html")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,10 +18,9 @@ def add_flags(commands: Any) -> None:
         run=run,
         description="Print every flag and YAML key with its values, default and meaning, as Markdown tables.",
     )
-    command.add_argument(
+    command.add(
         "--differences",
-        action="store_true",
-        help="print instead the defaults that differ from Megatron-LM's, and its flags that are not settings here",
+        "print instead the defaults that differ from Megatron-LM's, and its flags that are not settings here",
     )
 
 

@@ -18,7 +18,7 @@ def add_flags(commands: Any) -> None:
         run=run,
         description="Print compute, exposed communication and idle time of a trace of --profile, as the run does for rank 0.",
     )
-    trace.add_argument("file", metavar="FILE", help="trace that --profile wrote, such as rank1.json.gz")
+    trace.add("file FILE", "trace that --profile wrote, such as rank1.json.gz")
 
 
 def run(arguments: argparse.Namespace) -> int:

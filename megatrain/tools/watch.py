@@ -37,13 +37,9 @@ def add_flags(commands: Any) -> None:
         run=run,
         description="Show progress, curves, evaluations and saves of runs, and repeat it until Ctrl-C.",
     )
-    watch.add_argument("runs", nargs="+", metavar="RUN", help="--save folder or --metrics-file of a run")
-    watch.add_argument(
-        "--interval", type=float, default=5.0, metavar="SECONDS", help="time between two looks (default: 5)"
-    )
-    watch.add_argument(
-        "--once", action="store_true", help="print the state once; the default without a terminal"
-    )
+    watch.add("runs RUN ...", "--save folder or --metrics-file of a run")
+    watch.add("--interval SECONDS", "time between two looks", 5.0)
+    watch.add("--once", "print the state once; the default without a terminal")
 
 
 def run(arguments: argparse.Namespace) -> int:

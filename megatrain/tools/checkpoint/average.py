@@ -105,10 +105,10 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 
 def _newest(paths: Sequence[Path], count: int) -> list[Path]:
     """Return the newest intact checkpoints of a run, the newest last."""
-    if len(paths) != 1 or count < 1:
+    if len(paths) != 1:
         raise ConfigError(
             f"--last {count} of {len(paths)} folders",
-            fix="give --last a number of 1 or more, and one --save folder of a run",
+            fix="give --last with one --save folder of a run",
         )
     found = sorted(
         (one for one in find_checkpoints(paths[0]) if one.problem is None), key=lambda one: one.iteration

@@ -35,42 +35,29 @@ def add_flags(commands: Any) -> None:
     }
     parsers = add_commands(actions, texts)
     for name in ("ls", "prune"):
-        parsers[name].add_argument("folder", metavar="FOLDER", help="--save folder of a run")
+        parsers[name].add("folder FOLDER", "--save folder of a run")
     for name in ("verify", "inspect"):
-        parsers[name].add_argument("path", metavar="PATH", help=RUN_FOLDER)
+        parsers[name].add("path PATH", RUN_FOLDER)
     for name in ("reshard", "merge-lora", "export-weights"):
-        parsers[name].add_argument("source", metavar="PATH", help=RUN_FOLDER)
-        parsers[name].add_argument("target", metavar="TARGET", help="folder to write to")
-    parsers["average"].add_argument("sources", metavar="PATH", nargs="+", help=RUN_FOLDER)
-    parsers["average"].add_argument("target", metavar="TARGET", help="folder to write to")
-    parsers["average"].add_argument(
-        "--last", type=int, metavar="N", help="the newest N checkpoints of the one PATH (default: the newest)"
+        parsers[name].add("source PATH", RUN_FOLDER)
+        parsers[name].add("target TARGET", "folder to write to")
+    parsers["average"].add("sources PATH ...", RUN_FOLDER)
+    parsers["average"].add("target TARGET", "folder to write to")
+    parsers["average"].add(
+        "--last N", "the newest N checkpoints of the one PATH (default: the newest)", of=int, at_least=1
     )
-    parsers["average"].add_argument(
-        "--ema", action="store_true", help="take the averages of --ema-decay in place of the weights"
-    )
+    parsers["average"].add("--ema", "take the averages of --ema-decay in place of the weights")
     for name in ("ls", "inspect"):
-        parsers[name].add_argument("--json", action="store_true", help="print JSON")
-    parsers["inspect"].add_argument(
-        "--tensors",
-        default="*",
-        metavar="PATTERN",
-        help="only tensors with such names; * is any text (default: all)",
+        parsers[name].add("--json", "print JSON")
+    parsers["inspect"].add(
+        "--tensors PATTERN", "only tensors with such names; * is any text (default: all)", "*"
     )
-    parsers["inspect"].add_argument(
-        "--norms", action="store_true", help="read all data for norms, largest values and non-finite counts"
-    )
-    parsers["diff"].add_argument("first", metavar="PATH", help="the first checkpoint")
-    parsers["diff"].add_argument("second", metavar="PATH", help="the second checkpoint")
-    parsers["diff"].add_argument(
-        "--all", action="store_true", help="compare optimizer state too (default: weights)"
-    )
-    parsers["prune"].add_argument(
-        "--keep-last", type=int, required=True, metavar="N", help="keep the newest N; at least 2"
-    )
-    parsers["prune"].add_argument(
-        "--retain-interval", type=int, metavar="N", help="also keep multiples of N iterations"
-    )
-    parsers["prune"].add_argument("--dry-run", action="store_true", help="print what would be removed")
-    parsers["reshard"].add_argument("--files", type=int, required=True, metavar="N", help="number of files")
+    parsers["inspect"].add("--norms", "read all data for norms, largest values and non-finite counts")
+    parsers["diff"].add("first PATH", "the first checkpoint")
+    parsers["diff"].add("second PATH", "the second checkpoint")
+    parsers["diff"].add("--all", "compare optimizer state too (default: weights)")
+    parsers["prune"].add("--keep-last N", "keep the newest N; at least 2", of=int, required=True)
+    parsers["prune"].add("--retain-interval N", "also keep multiples of N iterations", of=int, at_least=1)
+    parsers["prune"].add("--dry-run", "print what would be removed")
+    parsers["reshard"].add("--files N", "number of files", of=int, required=True, at_least=1)
     add_file_options(parsers["export-weights"])

@@ -68,8 +68,6 @@ def write_checkpoint(reader: TensorReader, target: Path, num_files: int | None) 
         raise ConfigError(
             f"{final if final.exists() else target} is a checkpoint", fix="name another target folder"
         )
-    if num_files is not None and num_files < 1:
-        raise ConfigError(f"--files {num_files} is not a number of files", fix="use --files 1 or more")
     parts = list(_boxes(reader))
     total = sum(part.num_bytes for part in parts)
     files = _balanced(parts, num_files or math.ceil(total / _FILE_BYTES))

@@ -35,7 +35,7 @@ from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.images import SUFFIXES, described_images, inspect_rows
 from megatrain.tools.data.inspect import inspect, printable, shown_ids
 from megatrain.tools.data.masked import described_masked
-from megatrain.tools.subcommands import RUN_FLAGS, add_command
+from megatrain.tools.subcommands import RUN_FLAGS, CommandParser, add_command
 from megatrain.training.batches import build_samples
 from megatrain.training.launch.facts import gather_data_facts, plan_on_any_device
 
@@ -60,15 +60,11 @@ def add_flags(commands: Any) -> None:
         usage="%(prog)s FLAGS --of {train,valid,test} --index K [--set NAME] [--picture FILE] [--world-size N] [--json]",
         description=f"Show one sample of a run. {RUN_FLAGS}",
     )
-    sample.add_argument("--of", required=True, choices=("train", "valid", "test"), help="the split")
-    sample.add_argument(
-        "--index", required=True, type=int, metavar="K", help="number of the sample, counted from 0"
-    )
-    sample.add_argument(
-        "--picture", metavar="FILE", help="write the images of a sample, with its text, as PNG"
-    )
-    sample.add_argument("--set", metavar="NAME", help="name of one of --multiple-validation-sets")
-    sample.add_argument("--json", action="store_true", help="print one JSON object")
+    sample.add("--of", "the split", choices=("train", "valid", "test"), required=True)
+    sample.add("--index K", "number of the sample, counted from 0", of=int, required=True)
+    sample.add("--picture FILE", "write the images of a sample, with its text, as PNG")
+    sample.add("--set NAME", "name of one of --multiple-validation-sets")
+    sample.add("--json", "print one JSON object")
 
     index = add_command(
         actions,
@@ -80,12 +76,12 @@ def add_flags(commands: Any) -> None:
         description=f"Build the sample indices of a run in its cache folder. {RUN_FLAGS}",
     )
     for parser in (sample, index):
-        parser.add_argument(
-            "--world-size",
-            type=int,
-            metavar="N",
-            help="ranks of the run (default: the smallest number for its layout); it changes the order of samples only"
+        parser.add(
+            "--world-size N",
+            "ranks of the run (default: the smallest number for its layout); it changes the order of samples only"
             " without --global-batch-size",
+            of=int,
+            at_least=1,
         )
 
     merge = add_command(
@@ -95,8 +91,8 @@ def add_flags(commands: Any) -> None:
         help="merge datasets into one",
         description="Write one dataset with the documents of several, in the order of the arguments.",
     )
-    merge.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths or URLs without .bin and .idx")
-    merge.add_argument("--output-prefix", required=True, metavar="OUT", help="path of the new dataset")
+    merge.add("prefixes PREFIX ...", "paths or URLs without .bin and .idx")
+    merge.add("--output-prefix OUT", "path of the new dataset", required=True)
     _add_index_cache(merge, texts)
 
 
@@ -108,22 +104,20 @@ def _add_inspect(actions: Any, texts: Mapping[str, str]) -> None:
         help="count documents and tokens of a dataset, and check its description",
         description="Count documents and tokens of a dataset, and compare them with its description PREFIX.json.",
     )
-    dataset.add_argument(
-        "prefix",
-        metavar="PREFIX",
-        help="path or URL without .bin and .idx, or a source of --image-data-path (.jsonl, .tar)",
+    dataset.add(
+        "prefix PREFIX", "path or URL without .bin and .idx, or a source of --image-data-path (.jsonl, .tar)"
     )
-    dataset.add_argument("--document", type=int, metavar="K", help="show document or row K, counted from 0")
-    dataset.add_argument("--picture", metavar="FILE", help="write the images of row K, with its text, as PNG")
-    dataset.add_argument("--json", action="store_true", help="print one JSON object")
+    dataset.add("--document K", "show document or row K, counted from 0", of=int)
+    dataset.add("--picture FILE", "write the images of row K, with its text, as PNG")
+    dataset.add("--json", "print one JSON object")
     _add_index_cache(dataset, texts)
     group = dataset.add_argument_group("tokenizer", "to decode documents and to know their end token")
     add_tokenizer_flags(group, texts)
 
 
-def _add_index_cache(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
+def _add_index_cache(parser: CommandParser, texts: Mapping[str, str]) -> None:
     text = texts.get("data.object_storage_cache_path", "")
-    parser.add_argument("--object-storage-cache-path", metavar="FOLDER", help=text)
+    parser.add("--object-storage-cache-path FOLDER", text)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
@@ -256,10 +250,6 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Facts]:
 
 
 def _world_size(request: Request, given: int | None) -> int:
-    if given is not None and given < 1:
-        raise ConfigError(
-            f"--world-size {given} is too small", fix="give --world-size the number of ranks of the run"
-        )
     if given is not None:
         return given
     taken = request.fewest_ranks()

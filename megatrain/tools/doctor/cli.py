@@ -48,10 +48,8 @@ def add_flags(commands: Any) -> None:
         " --save, the rendezvous; under torchrun or srun also the speed of each rank and of the links between them. FLAGS are"
         " the flags of pretrain.py, which may be left out. Exit code: 0 without errors, else 1.",
     )
-    doctor.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="nodes of the launch line (default: 1)"
-    )
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add("--nodes N", "nodes of the launch line", 1, at_least=1)
+    doctor.add("--json", "print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

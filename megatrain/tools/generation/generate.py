@@ -29,14 +29,13 @@ from megatrain.tools.generation.load import (
     Process,
     add_model_flags,
     cache_limit,
-    check_max_sequences,
     decoder_start,
     end_tokens,
     joined_process,
     load,
     text_context,
 )
-from megatrain.tools.subcommands import add_command
+from megatrain.tools.subcommands import CommandParser, add_command
 
 
 @dataclass(frozen=True)
@@ -65,75 +64,45 @@ def add_flags(commands: Any) -> None:
     _add_sampling(parser)
 
 
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
+def _add_prompts(parser: CommandParser) -> None:
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
-    prompts.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        help='file with one prompt a line, as JSON: {"prompt": "..."}, with "images": ["FILE"] in the folder of the file',
+    parser.add("--prompt TEXT ...", "texts to continue", group=prompts)
+    parser.add(
+        "--prompt-file FILE",
+        'file with one prompt a line, as JSON: {"prompt": "..."}, with "images": ["FILE"] in the folder of the file',
+        group=prompts,
     )
-    parser.add_argument(
+    parser.add(
         "--chat",
-        action="store_true",
-        help='answer each prompt, or the lists of messages in --prompt-file ({"messages": [..]}), in the words of training with'
+        'answer each prompt, or the lists of messages in --prompt-file ({"messages": [..]}), in the words of training with'
         " --sft, or by the chat template of the tokenizer; without prompts: a conversation, a line of standard input each",
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message of each conversation of --chat")
-    parser.add_argument(
-        "--image",
-        nargs="+",
-        default=(),
-        metavar="FILE",
-        help="images that stand for each <image> of the --prompt, or before it, for a model that reads images",
+    parser.add("--system TEXT", "system message of each conversation of --chat")
+    parser.add(
+        "--image FILE ...",
+        "images that stand for each <image> of the --prompt, or before it, for a model that reads images",
+        (),
     )
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="maximum number of tokens (default: 64)"
+def _add_sampling(parser: CommandParser) -> None:
+    parser.add("--max-new-tokens N", "maximum number of tokens", 64)
+    parser.add("--temperature T", "sampling temperature; 0: greedy decoding", 0.8)
+    parser.add("--top-k K", "sample from the K most likely tokens; 0: all", 40)
+    parser.add(
+        "--top-p P", "sample from the fewest tokens whose probabilities sum to P (default: 1, all)", 1.0
     )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="sampling temperature; 0: greedy decoding (default: 0.8)",
+    parser.add(
+        "--repetition-penalty X",
+        "divide positive logits of earlier tokens by X, multiply negative ones (default: 1, none)",
+        1.0,
     )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=40,
-        metavar="K",
-        help="sample from the K most likely tokens; 0: all (default: 40)",
+    parser.add("--stop-words TEXT ...", "texts that end the generated text", ())
+    parser.add("--seed", "random seed; prompt number k uses the seed + k", 0)
+    parser.add(
+        "--log-probs N", "report the log-probability of each token, and of the N most likely ones", of=int
     )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the fewest tokens whose probabilities sum to P (default: 1, all)",
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divide positive logits of earlier tokens by X, multiply negative ones (default: 1, none)",
-    )
-    parser.add_argument(
-        "--stop-words", nargs="+", default=(), metavar="TEXT", help="texts that end the generated text"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="random seed; prompt number k uses the seed + k (default: 0)"
-    )
-    parser.add_argument(
-        "--log-probs",
-        type=int,
-        metavar="N",
-        help="report the log-probability of each token, and of the N most likely ones",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    parser.add("--json", "print one JSON object per prompt")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -189,7 +158,7 @@ def _engine(
         dtype=loaded.dtype,
         max_tokens=max(one.num_total for one in completions),
         max_memory=0 if start is None else longest,
-        num_sequences=min(len(prompts), check_max_sequences(arguments)),
+        num_sequences=min(len(prompts), arguments.max_sequences),
         limit_bytes=cache_limit(arguments, process),
     )
     process.note(plan.description)

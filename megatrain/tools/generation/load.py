@@ -28,6 +28,7 @@ from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
 from megatrain.process.available_memory import available_bytes
 from megatrain.tools.checkpoint.source import opened
+from megatrain.tools.subcommands import CommandParser
 from megatrain.training.launch.ranks import check_launch, join_store
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.logging.console import Console
@@ -57,66 +58,58 @@ class Process:
         return Messages(rank, size, handle)
 
 
-def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint_flags(parser: CommandParser) -> None:
     """Add the flags of the model."""
-    parser.add_argument(
-        "--load",
-        required=True,
-        metavar="FOLDER",
-        help="--save folder of a run, one of its iter_NNNNNNN folders, a folder of transformers (hf:FOLDER, or the FOLDER with"
+    parser.add(
+        "--load FOLDER",
+        "--save folder of a run, one of its iter_NNNNNNN folders, a folder of transformers (hf:FOLDER, or the FOLDER with"
         " config.json), or a checkpoint of Megatron-LM (torch_dist)",
+        required=True,
     )
-    parser.add_argument(
-        "--spec",
-        nargs="+",
-        default=(),
-        metavar="WORD",
-        help="function with the custom layers of the model, as in training: its code is never taken from a checkpoint",
+    parser.add(
+        "--spec WORD ...",
+        "function with the custom layers of the model, as in training: its code is never taken from a checkpoint",
+        (),
     )
-    parser.add_argument(
-        "--spec-digest",
-        metavar="DIGEST",
-        help="digest of the file of --spec, if it has changed since training (default: that of the checkpoint)",
+    parser.add(
+        "--spec-digest DIGEST",
+        "digest of the file of --spec, if it has changed since training (default: that of the checkpoint)",
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="device (default: cuda where there is a GPU, else cpu)"
-    )
-    parser.add_argument(
+    parser.add("--device", "device (default: cuda where there is a GPU, else cpu)", choices=("cpu", "cuda"))
+    parser.add(
         "--dtype",
+        "dtype of weights and cache (default: bf16 on GPUs, fp32 on the CPU)",
         choices=("bf16", "fp16", "fp32"),
-        help="dtype of weights and cache (default: bf16 on GPUs, fp32 on the CPU)",
     )
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: CommandParser) -> None:
     """Add the flags of the model and its memory."""
     add_checkpoint_flags(parser)
-    parser.add_argument(
-        "--cache-gb",
-        type=float,
-        metavar="GB",
-        help="limit of the cache of keys and values (default: 80%% of the free memory of a GPU, half of that of a host)",
+    parser.add(
+        "--cache-gb GB",
+        "limit of the cache of keys and values (default: 80%% of the free memory of a GPU, half of that of a host)",
+        of=float,
+        above=0,
     )
-    parser.add_argument(
-        "--max-sequences",
-        type=int,
-        default=64,
-        metavar="N",
-        help="maximum number of sequences that are computed together (default: 64)",
+    parser.add(
+        "--max-sequences N",
+        "maximum number of sequences that are computed together",
+        64,
+        at_least=1,
+        at_most=4096,
     )
-    parser.add_argument(
-        "--termination-id",
-        type=int,
-        metavar="ID",
-        help="token that ends a text (default: the tokenizer's end-of-document token, and each eos_token_id of a model's"
+    parser.add(
+        "--termination-id ID",
+        "token that ends a text (default: the tokenizer's end-of-document token, and each eos_token_id of a model's"
         " config.json and generation_config.json)",
+        of=int,
     )
-    parser.add_argument(
-        "--decoder-start-id",
-        type=int,
-        metavar="ID",
-        help="first token of the decoder of a model whose encoder reads the prompt (default: [CLS] of the tokenizer, or the"
+    parser.add(
+        "--decoder-start-id ID",
+        "first token of the decoder of a model whose encoder reads the prompt (default: [CLS] of the tokenizer, or the"
         " decoder_start_token_id of a model's config.json)",
+        of=int,
     )
 
 
@@ -190,8 +183,6 @@ def end_tokens(arguments: argparse.Namespace, loaded: LoadedModel) -> tuple[int,
 def cache_limit(arguments: argparse.Namespace, process: Process) -> int:
     """Return the bytes that a cache may take on each rank: all ranks get the same number."""
     if arguments.cache_gb is not None:
-        if not arguments.cache_gb > 0:
-            raise ConfigError(f"--cache-gb {arguments.cache_gb} is no size", fix="give a number above 0")
         return int(arguments.cache_gb * 1e9)
     if process.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(process.device)
@@ -203,14 +194,6 @@ def cache_limit(arguments: argparse.Namespace, process: Process) -> int:
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         limit = int(least)
     return limit
-
-
-def check_max_sequences(arguments: argparse.Namespace) -> int:
-    """Return --max-sequences."""
-    number: int = arguments.max_sequences
-    if not 1 <= number <= 4096:
-        raise ConfigError(f"--max-sequences {number} is not possible", fix="give a number from 1 to 4096")
-    return number
 
 
 def foreign_reader(name: str, note: Callable[[str], None]) -> TensorReader | None:

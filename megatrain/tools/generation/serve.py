@@ -25,7 +25,6 @@ from megatrain.tools.generation.chat_request import ChatFormat
 from megatrain.tools.generation.load import (
     add_model_flags,
     cache_limit,
-    check_max_sequences,
     decoder_start,
     end_tokens,
     joined_process,
@@ -33,7 +32,7 @@ from megatrain.tools.generation.load import (
     text_context,
 )
 from megatrain.tools.generation.text_chat import TextChat, text_chat
-from megatrain.tools.subcommands import add_command
+from megatrain.tools.subcommands import CommandParser, add_command
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SECONDS_TO_END = 30.0
@@ -49,80 +48,57 @@ def add_flags(commands: Any) -> None:
         description="Answer requests of OpenAI's completions API (POST /v1/completions, /v1/chat/completions) with the model of a checkpoint.",
     )
     add_model_flags(parser)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        metavar="N",
-        help="port; 0: a free one, which is printed (default: 8000)",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="name of the model in requests (default: the name of the folder)",
-    )
-    parser.add_argument(
-        "--image-folder",
-        type=Path,
-        metavar="FOLDER",
-        help="folder below which requests may name images as file: URLs (default: none; data: URLs always work)",
+    parser.add("--host", "address to listen on (default: 127.0.0.1, this machine alone)", "127.0.0.1")
+    parser.add("--port N", "port; 0: a free one, which is printed", 8000, at_least=0, at_most=65535)
+    parser.add("--served-model-name NAME", "name of the model in requests (default: the name of the folder)")
+    parser.add(
+        "--image-folder FOLDER",
+        "folder below which requests may name images as file: URLs (default: none; data: URLs always work)",
+        of=Path,
     )
     _add_limits(parser)
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-context",
-        type=int,
-        metavar="N",
-        help="most tokens of a prompt and its text together, or of a prompt that an encoder reads (default: the model's context)",
+def _add_limits(parser: CommandParser) -> None:
+    parser.add(
+        "--max-context N",
+        "most tokens of a prompt and its text together, or of a prompt that an encoder reads (default: the model's context)",
+        of=int,
+        at_least=1,
     )
-    parser.add_argument(
-        "--max-waiting",
-        type=int,
-        default=256,
-        metavar="N",
-        help="most sequences that wait for memory; further requests are refused (default: 256)",
+    parser.add(
+        "--max-waiting N",
+        "most sequences that wait for memory; further requests are refused",
+        256,
+        at_least=1,
     )
-    parser.add_argument(
-        "--max-connections",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="most connections; a further one ends the one that has been without a request for longest (default: 1024)",
+    parser.add(
+        "--max-connections N",
+        "most connections; a further one ends the one that has been without a request for longest",
+        1024,
+        at_least=1,
     )
-    parser.add_argument(
-        "--idle-seconds",
-        type=int,
-        default=30,
-        metavar="S",
-        help="time in which a connection must send the head of a request, or read a part of the answer (default: 30)",
+    parser.add(
+        "--idle-seconds S",
+        "time in which a connection must send the head of a request, or read a part of the answer",
+        30,
+        at_least=1,
+        at_most=3600,
     )
-    parser.add_argument(
-        "--max-body-mb", type=float, default=4.0, metavar="MB", help="size limit of a request (default: 4)"
-    )
-    parser.add_argument(
-        "--request-seconds",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="time limit of a request, with its wait for memory (default: 600)",
-    )
-    parser.add_argument(
-        "--stop-seconds",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="time that running requests have to finish when the server is stopped (default: 10)",
+    parser.add("--max-body-mb MB", "size limit of a request", 4.0, above=0)
+    parser.add("--request-seconds S", "time limit of a request, with its wait for memory", 600.0, above=0)
+    parser.add(
+        "--stop-seconds S",
+        "time that running requests have to finish when the server is stopped",
+        10.0,
+        at_least=0,
+        at_most=3600,
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the server until a signal; return the exit code."""
-    _check(arguments)
+    _require_packages()
     with joined_process(arguments) as process:
         loaded = load(arguments, process)
         start = decoder_start(arguments, loaded)
@@ -138,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=loaded.dtype,
             max_tokens=most if start is None else text_context(loaded),
             max_memory=0 if start is None else most,
-            num_sequences=check_max_sequences(arguments),
+            num_sequences=arguments.max_sequences,
             limit_bytes=cache_limit(arguments, process),
         )
         process.note(plan.description)
@@ -263,30 +239,13 @@ def _http(arguments: argparse.Namespace, app: Any) -> Any:
     )
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _require_packages() -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"`megatrain serve` needs the packages {' and '.join(missing)}",
             fix="pip install 'megatrain[serve]'",
         )
-    wanted = {
-        "port": 0 <= arguments.port < 1 << 16,
-        "max_context": arguments.max_context is None or arguments.max_context >= 1,
-        "max_waiting": arguments.max_waiting >= 1,
-        "max_connections": arguments.max_connections >= 1,
-        "max_body_mb": arguments.max_body_mb > 0,
-        "request_seconds": arguments.request_seconds > 0,
-        "idle_seconds": 1 <= arguments.idle_seconds <= 3600,
-        "stop_seconds": 0 <= arguments.stop_seconds <= 3600,
-    }
-    for name, is_right in wanted.items():
-        if not is_right:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} {getattr(arguments, name)} is not possible",
-                fix=f"see `megatrain serve --help` for {flag}",
-            )
 
 
 def _shared_listener(arguments: argparse.Namespace, messages: Messages) -> socket.socket | None:

@@ -6,16 +6,17 @@ write: flags of the target ─> FOLDER/NAME.yaml, FOLDER/run.sh     runs ─> co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.storage.files import replace_file
-from megatrain.tools.ladder.law import Law, Point, fit
+from megatrain.tools.ladder.law import Law, Point
+from megatrain.tools.ladder.law import fit as fit_law
 from megatrain.tools.ladder.plot import Target, ladder_svg, short
 from megatrain.tools.ladder.runs import LadderRun, problems, read_ladder
-from megatrain.tools.subcommands import RUN_FLAGS, add_command
+from megatrain.tools.subcommands import RUN_FLAGS, add_command, add_commands
 
 _RATIOS: Final = (5.0, 10.0, 20.0)
 _FAR: Final = 100
@@ -33,60 +34,45 @@ def add_flags(commands: Any) -> None:
         usage="megatrain ladder write --folder FOLDER [options] FLAGS",
         description=f"Write smaller and shorter runs than the one of FLAGS, and the script that runs them. {RUN_FLAGS}",
     )  # fmt: skip
-    write.add_argument(
-        "--folder", required=True, metavar="FOLDER", help="folder for the files and for the runs"
+    write.add("--folder FOLDER", "folder for the files and for the runs", required=True, of=Path)
+    write.add(
+        "--widths H ...", "hidden sizes (default: four from 1/8 to 1/2 of the target's)", of=int, at_least=1
     )
-    write.add_argument(
-        "--widths",
-        type=int,
-        nargs="+",
-        metavar="H",
-        help="hidden sizes (default: four from 1/8 to 1/2 of the target's)",
+    write.add(
+        "--tokens-per-parameter R ...",
+        "tokens of a run, as multiples of its parameters",
+        _RATIOS,
+        of=float,
+        above=0,
     )
-    write.add_argument(
-        "--tokens-per-parameter", type=float, nargs="+", default=_RATIOS, metavar="R",
-        help="tokens of a run, as multiples of its parameters (default: 5 10 20)",
-    )  # fmt: skip
-    write.add_argument(
-        "--depth", choices=("scaled", "same"),
-        help="layers: in proportion to the width, or as many as the target (default: scaled; with --use-mup same)",
-    )  # fmt: skip
-    write.add_argument(
-        "--batch", type=int, metavar="SAMPLES", help="global batch size of the runs (default: the target's)"
+    write.add(
+        "--depth",
+        "layers: in proportion to the width, or as many as the target (default: scaled; with --use-mup same)",
+        choices=("scaled", "same"),
     )
-    write.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="data-parallel ranks of a run (default: 1)"
-    )
-    for name, run, text in (
-        ("compare", compare_runs, "print and draw the losses of finished runs by size and tokens"),
-        ("fit", fit_runs, "fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one"),
-    ):
-        command = add_command(actions, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        command.add_argument("runs", nargs="+", metavar="RUN", help="--save folder of a run")
-        command.add_argument("--output", metavar="FILE.svg", help="plot to write")
-        if name == "fit":
-            command.add_argument(
-                "--target-parameters", type=float, metavar="N", help="parameters to predict for"
-            )
-            command.add_argument("--target-tokens", type=float, metavar="D", help="tokens to predict for")
+    write.add("--batch SAMPLES", "global batch size of the runs (default: the target's)", of=int, at_least=1)
+    write.add("--ranks N", "data-parallel ranks of a run", 1, at_least=1)
+    texts: dict[Callable[[argparse.Namespace], int], str] = {
+        compare: "print and draw the losses of finished runs by size and tokens",
+        fit: "fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one",
+    }
+    parsers = add_commands(actions, texts)
+    for parser in parsers.values():
+        parser.add("runs RUN ...", "--save folder of a run")
+        parser.add("--output FILE.svg", "plot to write")
+    parsers["fit"].add("--target-parameters N", "parameters to predict for", of=float, above=0)
+    parsers["fit"].add("--target-tokens D", "tokens to predict for", of=float, above=0)
 
 
 def write_runs(arguments: argparse.Namespace) -> int:
     """Write the files of a ladder; return the exit code."""
     from megatrain.tools.ladder.family import LadderSpec, plan_ladder, write_ladder  # noqa: PLC0415 (imports the engine)
 
-    ratios, widths = tuple(arguments.tokens_per_parameter), arguments.widths
-    numbers = [*ratios, *(widths or ()), arguments.ranks, 1 if arguments.batch is None else arguments.batch]
-    if min(numbers) <= 0:
-        raise ConfigError(
-            f"{min(numbers):g} is not above 0",
-            fix="use numbers above 0 for the options of megatrain ladder write",
-        )
-    folder = Path(arguments.folder)
+    folder: Path = arguments.folder
     spec = LadderSpec(
         folder,
-        widths and tuple(sorted(set(widths))),
-        ratios,
+        arguments.widths and tuple(sorted(set(arguments.widths))),
+        tuple(arguments.tokens_per_parameter),
         arguments.depth,
         arguments.batch,
         arguments.ranks,
@@ -106,7 +92,7 @@ def write_runs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def compare_runs(arguments: argparse.Namespace) -> int:
+def compare(arguments: argparse.Namespace) -> int:
     """Print and draw the losses of finished runs; return the exit code."""
     runs = _checked_runs(arguments, fits=False)
     points = [run.point for run in runs]
@@ -115,18 +101,16 @@ def compare_runs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def fit_runs(arguments: argparse.Namespace) -> int:
+def fit(arguments: argparse.Namespace) -> int:
     """Fit the law, print it and the prediction, and draw both; return the exit code."""
     wanted = (arguments.target_parameters, arguments.target_tokens)
-    if any(one is None for one in wanted) != all(one is None for one in wanted) or any(
-        one is not None and not one > 0 for one in wanted
-    ):
+    if wanted.count(None) == 1:
         raise ConfigError(
-            f"--target-parameters {wanted[0]} and --target-tokens {wanted[1]} are not two numbers above 0",
+            f"--target-parameters {wanted[0]} and --target-tokens {wanted[1]} do not name a size and a number of tokens",
             fix="give both, such as --target-parameters 7e9 --target-tokens 140e9",
         )
     points = [run.point for run in _checked_runs(arguments, fits=True)]
-    law = fit(points)
+    law = fit_law(points)
     _print_points(points, law)
     found = law.coefficients
     print("L(N, D) = E + A / N^a + B / D^b, each with its 90 % interval:")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config.errors import ConfigError
+from megatrain.tools.subcommands import CommandParser
 from megatrain.training.restarts.rendezvous import RECORD_NAME
 
 PUBLISHED_RATE: Final = 419 / 54 / 16_384
@@ -70,37 +71,24 @@ class Losses:
         return min(max(math.sqrt(2 * self.save * between), self.step), _DAY)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: CommandParser) -> None:
     """Add the flags about failures."""
-    parser.add_argument(
-        "--failures",
-        action="store_true",
-        help="also print what failures and saves cost a day, and the best save interval",
+    parser.add("--failures", "also print what failures and saves cost a day, and the best save interval")
+    parser.add(
+        "--failures-a-day X",
+        f"failures of the whole run a day (default: {PUBLISHED_RATE:.2g} for each GPU)",
+        of=float,
+        above=0,
     )
-    numbers = {
-        "--failures-a-day": (
-            None,
-            f"failures of the whole run a day (default: {PUBLISHED_RATE:.2g} for each GPU)",
-        ),
-        "--restart-seconds": (
-            None,
-            f"time of a restart, from its failure to the next step (default: median of {RECORD_NAME} in --save, or {DEFAULT_RESTART:g})",
-        ),
-        "--hang-seconds": (600.0, "time until a hang is found"),
-        "--save-seconds": (5.0, "time that training waits for a save"),
-    }
-    for flag, (default, text) in numbers.items():
-        shown = text if default is None else f"{text} (default: {default:g})"
-        parser.add_argument(flag, type=float, default=default, metavar="X", help=shown)
-
-
-def check_flags(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if a number is not above 0."""
-    for name in ("failures_a_day", "restart_seconds", "hang_seconds", "save_seconds"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < math.inf:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {value:g} is not above 0", fix=f"give {flag} a positive number")
+    parser.add(
+        "--restart-seconds X",
+        "time of a restart, from its failure to the next step"
+        f" (default: median of {RECORD_NAME} in --save, or {DEFAULT_RESTART:g})",
+        of=float,
+        above=0,
+    )
+    parser.add("--hang-seconds X", "time until a hang is found", 600.0, above=0)
+    parser.add("--save-seconds X", "time that training waits for a save", 5.0, above=0)
 
 
 def measured_restarts(save: str | None) -> list[float]:

@@ -74,13 +74,9 @@ def add_flags(commands: Any) -> None:
         " arguments, and print the command for megatrain, with what changed and why as comments. bash evaluates the script, and none of its commands runs. Exit code: 0 if the run would"
         " start, 1 if not.",
     )
-    port.add_argument("file", metavar="SCRIPT.sh | FILE.yaml", help="launch script or YAML file")
-    port.add_argument(
-        "values", nargs="*", metavar="NAME=VALUE", help="values of variables that the script leaves open"
-    )
-    port.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks of the run (default: the ranks of the launcher)"
-    )
+    port.add("file SCRIPT.sh | FILE.yaml", "launch script or YAML file")
+    port.add("values [NAME=VALUE ...]", "values of variables that the script leaves open")
+    port.add("--world-size N", "ranks of the run (default: the ranks of the launcher)", of=int, at_least=1)
 
 
 def run(arguments: argparse.Namespace) -> int:

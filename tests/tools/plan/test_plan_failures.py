@@ -55,4 +55,4 @@ def test_restarts_that_a_run_has_recorded_are_used(
 
 def test_a_time_below_0_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, "--failures", "--restart-seconds", "-1"]) == 2
-    assert "fix: give --restart-seconds a positive number" in capsys.readouterr().err
+    assert "fix: give --restart-seconds a number above 0" in capsys.readouterr().err
