@@ -12,7 +12,7 @@ from typing import Any
 from megatrain import __version__
 from megatrain.config.errors import ConfigError
 from megatrain.tools.report_data import RunData, all_settings, differing_settings, read_runs
-from megatrain.tools.subcommands import add_command
+from megatrain.tools.subcommands import add_command, write_output
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _DATA_MARK = "/* data of the runs */"
@@ -27,12 +27,12 @@ def add_flags(commands: Any) -> None:
         description="Write one HTML page with the curves, evaluations and settings of runs. It needs no network.",
     )
     report.add("runs RUN ...", "--save folder or --metrics-file of a run")
-    report.add("--output FILE", "page to write", "report.html")
+    report.add("--output FILE", "page to write", Path("report.html"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
-    output = Path(arguments.output)
+    output: Path = arguments.output
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
             f"--output {output}: the report is an HTML page",
@@ -40,13 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     runs = read_runs(arguments.runs)
     text = page(runs)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output}: {error.strerror or error}", fix="name a file in a folder that can be written"
-        ) from error
+    write_output(output, text)
     for one in runs:
         loss = one.summary["loss"]
         suffix = f", loss {loss:.4f} (mean of the last)" if loss is not None else ""

@@ -1,15 +1,17 @@
-"""Parts that several subcommands share: how they and their flags are declared, texts of their flags, and durations."""
+"""Parts that several subcommands share: how they and their flags are declared, texts of their flags, files of --output, and durations."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from megatrain.config.cli.parse_value import BadValueError, load_value
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tree import Setting, closest_name
 from megatrain.config.schema.values import Range
+from megatrain.storage.files import replace_file
 
 UNKNOWN: Final = "unrecognized arguments"
 RUN_FOLDER: Final = "--save folder of a run, or one of its iter_NNNNNNN folders"
@@ -116,22 +118,27 @@ def add_command(
     return command
 
 
-def add_commands(
-    commands: Any, texts: Mapping[Callable[[argparse.Namespace], int], str]
-) -> dict[str, CommandParser]:
-    """Add a subcommand for each function, named after it, with its help text; return the parsers by name."""
-    return {
-        (name := run.__name__.replace("_", "-")): add_command(
-            commands, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}."
-        )
-        for run, text in texts.items()
-    }
+def add_action(actions: Any, run: Callable[[argparse.Namespace], int], text: str) -> CommandParser:
+    """Add a subcommand named after the function that runs it; its help text also describes it."""
+    name = run.__name__.replace("_", "-")
+    return add_command(actions, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}.")
 
 
 def add_file_options(parser: CommandParser) -> None:
     """Add the flags of safetensors files."""
     parser.add("--dtype", "dtype (default: as stored)", "stored", choices=("stored", "fp32", "bf16", "fp16"))
     parser.add("--max-file-gb GB", "size limit of a file", 5.0, above=0)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write the file of --output. Raises ConfigError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, [text.encode()])
+    except OSError as error:
+        raise ConfigError(
+            f"--output {path}: {error.strerror or error}", fix="name a file in a folder that can be written"
+        ) from error
 
 
 def duration(seconds: float) -> str:

@@ -18,10 +18,10 @@ def add_flags(commands: Any) -> None:
         run=run,
         description="Print compute, exposed communication and idle time of a trace of --profile, as the run does for rank 0.",
     )
-    trace.add("file FILE", "trace that --profile wrote, such as rank1.json.gz")
+    trace.add("file FILE", "trace that --profile wrote, such as rank1.json.gz", of=Path)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
-    print(read_trace(Path(arguments.file)).text())
+    print(read_trace(arguments.file).text())
     return 0

@@ -32,7 +32,7 @@ from megatrain.tools.checkpoint.source import no_checkpoint, opened
 
 def average(arguments: argparse.Namespace) -> int:
     """Write the mean of the weights of checkpoints."""
-    paths = [Path(source) for source in arguments.sources]
+    paths = arguments.sources
     if arguments.last is not None:
         paths = _newest(paths, arguments.last)
     with ExitStack() as stack:
@@ -41,7 +41,7 @@ def average(arguments: argparse.Namespace) -> int:
         print(
             f"mean of the {'averages' if arguments.ema else 'weights'} of {', '.join(str(one.path) for one in readers)}"
         )
-        write_checkpoint(mean, Path(arguments.target), None)
+        write_checkpoint(mean, arguments.target, None)
     return 0
 
 

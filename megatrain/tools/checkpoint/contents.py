@@ -44,7 +44,7 @@ class Statistics:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Print the counters, state, configuration and tensors of a checkpoint."""
-    with opened(Path(arguments.path)) as reader:
+    with opened(arguments.path) as reader:
         manifest, pattern = reader.manifest, arguments.tensors
         names = [name for name in sorted(manifest.tensors) if fnmatch.fnmatchcase(name, pattern)]
         if not names:
@@ -76,7 +76,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Print the differences of two checkpoints; return 1 if there are any."""
-    with opened(Path(arguments.first)) as first, opened(Path(arguments.second)) as second:
+    with opened(arguments.first) as first, opened(arguments.second) as second:
         kinds = _kinds(first.manifest) if arguments.all else {"weight"}
         lines = list(_structural_differences(first.manifest, second.manifest, kinds))
         found = sorted(_differences(first, second, kinds), key=lambda one: -one.relative)

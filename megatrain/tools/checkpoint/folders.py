@@ -50,12 +50,12 @@ class Entry:
 
 def ls(arguments: argparse.Namespace) -> int:
     """Print the checkpoints of a folder, oldest first."""
-    entries = list(entries_of(Path(arguments.folder)))
+    entries = list(entries_of(arguments.folder))
     if arguments.json:
         print(json.dumps([dataclasses.asdict(entry) for entry in entries]))
         return 0
     if not entries:
-        raise no_checkpoint(Path(arguments.folder))
+        raise no_checkpoint(arguments.folder)
     print(f"{'iteration':>10}  {'status':<9}  {'size':>10}  {'samples':>12}  {'age':>12}  folder")
     for entry in entries:
         number = "" if entry.iteration is None else str(entry.iteration)
@@ -106,9 +106,9 @@ def _status(found: Candidate) -> Literal["committed", "damaged", "Megatron"]:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Read every byte of the checkpoints in a folder, or of one, and compare it with the checksums; return the exit code."""
-    found = [one for one in find_checkpoints(Path(arguments.path)) if one.problem != OF_MEGATRON]
+    found = [one for one in find_checkpoints(arguments.path) if one.problem != OF_MEGATRON]
     if not found:
-        raise no_checkpoint(Path(arguments.path))
+        raise no_checkpoint(arguments.path)
     num_damaged = 0
     for candidate in reversed(found):
         problems = _problems(candidate)
@@ -137,7 +137,7 @@ def prune(arguments: argparse.Namespace) -> int:
     Raises:
         NoCheckpointError: none is intact.
     """
-    folder = Path(arguments.folder)
+    folder = arguments.folder
     if arguments.keep_last < 2:
         raise ConfigError(
             f"--keep-last {arguments.keep_last}: the newest two checkpoints always stay",

@@ -43,17 +43,17 @@ INDEX_NAME = "model.safetensors.index.json"
 
 def reshard(arguments: argparse.Namespace) -> int:
     """Write a checkpoint again, with another number of files."""
-    with opened(Path(arguments.source)) as reader:
-        write_checkpoint(reader, Path(arguments.target), arguments.files)
+    with opened(arguments.source) as reader:
+        write_checkpoint(reader, arguments.target, arguments.files)
     return 0
 
 
 def merge_lora(arguments: argparse.Namespace) -> int:
     """Write the weights of a checkpoint with its adapters merged into them."""
-    with opened(Path(arguments.source)) as reader:
+    with opened(arguments.source) as reader:
         if merged(reader) is reader:
             raise ConfigError(f"{reader.path} has no adapters", fix="use the checkpoint as it is")
-        write_checkpoint(merged(reader), Path(arguments.target), None)
+        write_checkpoint(merged(reader), arguments.target, None)
     return 0
 
 
@@ -79,9 +79,9 @@ def write_checkpoint(reader: TensorReader, target: Path, num_files: int | None) 
 
 def export_weights(arguments: argparse.Namespace) -> int:
     """Write the weights alone as plain safetensors files, with an index."""
-    with opened(Path(arguments.source)) as reader:
+    with opened(arguments.source) as reader:
         weights = list(_whole_weights(reader, DTYPE_NAMES.get(arguments.dtype)))
-        write_weights(reader, weights, Path(arguments.target), max_file_gb=arguments.max_file_gb)
+        write_weights(reader, weights, arguments.target, max_file_gb=arguments.max_file_gb)
     return 0
 
 

@@ -70,6 +70,7 @@ def _add_prompts(parser: CommandParser) -> None:
     parser.add(
         "--prompt-file FILE",
         'file with one prompt a line, as JSON: {"prompt": "..."}, with "images": ["FILE"] in the folder of the file',
+        of=Path,
         group=prompts,
     )
     parser.add(
@@ -82,6 +83,7 @@ def _add_prompts(parser: CommandParser) -> None:
         "--image FILE ...",
         "images that stand for each <image> of the --prompt, or before it, for a model that reads images",
         (),
+        of=Path,
     )
 
 
@@ -200,7 +202,7 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
     if arguments.system is not None and not arguments.chat:
         raise ConfigError("--system has no meaning without --chat", fix="add --chat, or remove --system")
     if arguments.prompt is not None:
-        found = [Prompt(text, tuple(map(Path, arguments.image))) for text in arguments.prompt]
+        found = [Prompt(text, tuple(arguments.image)) for text in arguments.prompt]
     elif arguments.prompt_file is not None:
         found = _prompts_of_file(arguments)
     elif arguments.chat:
@@ -226,7 +228,7 @@ def _prompts_of_file(arguments: argparse.Namespace) -> list[Prompt]:
             "--image is given with --prompt-file",
             fix='write "images": ["FILE"] after each prompt of the file',
         )
-    path = Path(arguments.prompt_file)
+    path: Path = arguments.prompt_file
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

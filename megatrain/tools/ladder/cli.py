@@ -6,17 +6,16 @@ write: flags of the target ─> FOLDER/NAME.yaml, FOLDER/run.sh     runs ─> co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config.errors import ConfigError, InputError
-from megatrain.storage.files import replace_file
 from megatrain.tools.ladder.law import Law, Point
 from megatrain.tools.ladder.law import fit as fit_law
 from megatrain.tools.ladder.plot import Target, ladder_svg, short
 from megatrain.tools.ladder.runs import LadderRun, problems, read_ladder
-from megatrain.tools.subcommands import RUN_FLAGS, add_command, add_commands
+from megatrain.tools.subcommands import RUN_FLAGS, add_action, add_command, write_output
 
 _RATIOS: Final = (5.0, 10.0, 20.0)
 _FAR: Final = 100
@@ -52,16 +51,14 @@ def add_flags(commands: Any) -> None:
     )
     write.add("--batch SAMPLES", "global batch size of the runs (default: the target's)", of=int, at_least=1)
     write.add("--ranks N", "data-parallel ranks of a run", 1, at_least=1)
-    texts: dict[Callable[[argparse.Namespace], int], str] = {
-        compare: "print and draw the losses of finished runs by size and tokens",
-        fit: "fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one",
-    }
-    parsers = add_commands(actions, texts)
-    for parser in parsers.values():
+    finished = add_action(actions, compare, "print and draw the losses of finished runs by size and tokens")
+    law = "fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one"
+    fitted = add_action(actions, fit, law)
+    for parser in (finished, fitted):
         parser.add("runs RUN ...", "--save folder of a run")
-        parser.add("--output FILE.svg", "plot to write")
-    parsers["fit"].add("--target-parameters N", "parameters to predict for", of=float, above=0)
-    parsers["fit"].add("--target-tokens D", "tokens to predict for", of=float, above=0)
+        parser.add("--output FILE.svg", "plot to write", of=Path)
+    fitted.add("--target-parameters N", "parameters to predict for", of=float, above=0)
+    fitted.add("--target-tokens D", "tokens to predict for", of=float, above=0)
 
 
 def write_runs(arguments: argparse.Namespace) -> int:
@@ -125,7 +122,7 @@ def fit(arguments: argparse.Namespace) -> int:
 
 
 def _checked_runs(arguments: argparse.Namespace, *, fits: bool) -> list[LadderRun]:
-    if arguments.output is not None and not arguments.output.endswith(".svg"):
+    if arguments.output is not None and arguments.output.suffix != ".svg":
         raise ConfigError(
             f"--output {arguments.output}: the plot is an SVG file", fix="end its name with .svg"
         )
@@ -174,12 +171,5 @@ def _draw(
 ) -> None:
     if arguments.output is None:
         return
-    output = Path(arguments.output)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(output, [ladder_svg(points, law, target, title).encode()])
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output}: {error.strerror or error}", fix="name a file in a folder that can be written"
-        ) from error
-    print(f"{output}: open it in a browser")
+    write_output(arguments.output, ladder_svg(points, law, target, title))
+    print(f"{arguments.output}: open it in a browser")

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatrain.config.errors import ConfigError
@@ -90,7 +91,7 @@ def _add_pipeline(actions: Any) -> None:
         at_least=0,
     )
     plan.add("--schedule NAME", "only this value of --pipeline-schedule (default: all)")
-    plan.add("--output FILE", "SVG file for the timeline of the fastest")
+    plan.add("--output FILE", "SVG file for the timeline of the fastest", of=Path)
 
 
 def run(arguments: argparse.Namespace) -> int:

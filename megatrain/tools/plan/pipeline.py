@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from html import escape
-from pathlib import Path
 from typing import Final
 
 from megatrain.config.errors import ConfigError
@@ -18,6 +17,7 @@ from megatrain.config.subjects.pipeline import balanced_split
 from megatrain.parallel.pipeline.actions import Action, ActionKind
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.simulator import Simulation, StageCosts, simulate
+from megatrain.tools.subcommands import write_output
 
 _UNITS = 10**6
 """Cost of a layer in balanced splits, whose costs are integers."""
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         best = found[0]
         text = timeline_svg(best.simulation, best.flags)
-        Path(arguments.output).write_text(text, encoding="utf-8")
+        write_output(arguments.output, text)
         print(f"timeline of the first line: {arguments.output}")
     return 0
 
