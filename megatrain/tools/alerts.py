@@ -152,13 +152,7 @@ def _gauges(run: RunData, now: float) -> dict[str, Any]:
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain alerts`."""
-    alerts = add_command(
-        commands,
-        "alerts",
-        run=run,
-        description="Report NaN, skipped updates, spikes of the loss, silence (a late or dead rank), missing saves and the end of runs"
-        " to a webhook, and serve their numbers to Prometheus, until Ctrl-C.",
-    )
+    alerts = add_command(commands, "alerts", run)
     alerts.add("runs RUN ...", "--save folder or --metrics-file of a run")
     alerts.add("--webhook URL", 'address that gets each alert as JSON: {"text", "run", "kind", "iteration"}')
     alerts.add(
@@ -178,7 +172,9 @@ def add_flags(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+    """Report NaN, skipped updates, spikes of the loss, silence (a late or dead rank), missing saves and the end of runs to a
+    webhook, and serve their numbers to Prometheus, until Ctrl-C.
+    """
     webhook = arguments.webhook
     if webhook is not None and urllib.parse.urlsplit(webhook).scheme not in ("http", "https"):
         raise InputError(

@@ -31,7 +31,7 @@ from megatrain.tools.checkpoint.rewrite import (
 from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
 from megatrain.tools.compare_logits import compare_logits
 from megatrain.tools.compare_tokenizers import compare_tokenizers
-from megatrain.tools.subcommands import RUN_FOLDER, CommandParser, add_action, add_command, add_file_options
+from megatrain.tools.subcommands import RUN_FOLDER, CommandParser, add_command, add_file_options
 
 
 def add_flags(commands: Any) -> None:
@@ -43,75 +43,27 @@ def add_flags(commands: Any) -> None:
     )
     directions = convert.add_subparsers(dest="action", required=True, metavar="DIRECTION")
     _add_combine(directions)
-    parser = _add_direction(
-        directions,
-        megatrain_to_peft,
-        "write the adapters of --lora-rank as a folder that peft reads",
-        RUN_FOLDER,
-    )
+    parser = _add_direction(directions, megatrain_to_peft)
     parser.add(
         "--base MODEL",
         "name or folder of transformers of the model that they adapt, for adapter_config.json (default: none)",
     )
-    parser = _add_direction(
-        directions,
-        peft_to_megatrain,
-        "write a folder of peft, with the model that it adapts, as a checkpoint of megatrain, to start from",
-        "folder that save_pretrained of peft wrote",
-    )
+    parser = _add_direction(directions, peft_to_megatrain, "folder that save_pretrained of peft wrote")
     parser.add("--base FOLDER", "folder of transformers of the model that it adapts", of=Path, required=True)
-    parser = _add_direction(
-        directions,
-        megatron_to_megatrain,
-        "write a checkpoint of Megatron-LM as one of megatrain",
-        "--save folder of Megatron-LM, or one of its iter_NNNNNNN folders",
-    )
+    megatron = "--save folder of Megatron-LM, or one of its iter_NNNNNNN folders"
+    parser = _add_direction(directions, megatron_to_megatrain, megatron)
     parser.add(
         "--allow-pickle",
         "also read the format torch (mp_rank_*), whose files are pickled; no code in them is run",
     )
     rows = "tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)"
     _add_sizes(parser, rows)
-    _add_direction(
-        directions,
-        megatrain_to_megatron,
-        "write a checkpoint as one of Megatron-LM (torch_dist), with which its runs continue",
-        RUN_FOLDER,
-    )
-    parser = _add_direction(
-        directions,
-        hf_to_megatrain,
-        "write a folder of transformers (config.json, safetensors) as a checkpoint of megatrain, to start from",
-        "folder that save_pretrained wrote, or of a download",
-    )
+    _add_direction(directions, megatrain_to_megatron)
+    folder = "folder that save_pretrained wrote, or of a download"
+    parser = _add_direction(directions, hf_to_megatrain, folder)
     rows = "rows of the vocabulary to keep, such as the number of tokens of the tokenizer (default: all)"
     _add_sizes(parser, rows)
-    _add_export(directions)
-
-
-def _add_direction(
-    directions: Any, run: Callable[[argparse.Namespace], int], text: str, source: str
-) -> CommandParser:
-    """Add a direction with one source. `source`: help text of its path."""
-    parser = add_action(directions, run, text)
-    parser.add("source PATH", source, of=Path)
-    parser.add("target TARGET", "folder to write to", of=Path)
-    return parser
-
-
-def _add_sizes(parser: CommandParser, rows: str) -> None:
-    """Add the flags of a checkpoint that is written. `rows`: help text of --vocab-size."""
-    parser.add("--vocab-size N", rows, of=int, at_least=1)
-    parser.add("--files N", "number of files (default: of 5 GB each)", of=int, at_least=1)
-
-
-def _add_export(directions: Any) -> None:
-    parser = _add_direction(
-        directions,
-        megatrain_to_hf,
-        "write the weights of a checkpoint as a folder that from_pretrained of transformers reads",
-        RUN_FOLDER,
-    )
+    parser = _add_direction(directions, megatrain_to_hf)
     parser.add(
         "--architecture NAME",
         "class of transformers, such as MistralForCausalLM (default: the first that computes the same)",
@@ -126,9 +78,24 @@ def _add_export(directions: Any) -> None:
     add_file_options(parser)
 
 
+def _add_direction(
+    directions: Any, run: Callable[[argparse.Namespace], int], source: str = RUN_FOLDER
+) -> CommandParser:
+    """Add a direction with one source. `source`: help text of its path."""
+    parser = add_command(directions, run.__name__.replace("_", "-"), run)
+    parser.add("source PATH", source, of=Path)
+    parser.add("target TARGET", "folder to write to", of=Path)
+    return parser
+
+
+def _add_sizes(parser: CommandParser, rows: str) -> None:
+    """Add the flags of a checkpoint that is written. `rows`: help text of --vocab-size."""
+    parser.add("--vocab-size N", rows, of=int, at_least=1)
+    parser.add("--files N", "number of files (default: of 5 GB each)", of=int, at_least=1)
+
+
 def _add_combine(directions: Any) -> None:
-    text = "write a vision tower and a language model, with a new projector, as a checkpoint of megatrain, to start from"
-    parser = add_action(directions, combine, text)
+    parser = add_command(directions, "combine", combine)
     towers = "folder of CLIPVisionModel, CLIPModel, SiglipVisionModel or SiglipModel"
     parser.add("tower TOWER", towers, of=Path)
     parser.add("language LANGUAGE", "folder of a language model, such as LlamaForCausalLM", of=Path)
@@ -144,7 +111,7 @@ def _add_combine(directions: Any) -> None:
 
 
 def combine(arguments: argparse.Namespace) -> int:
-    """Write a vision tower and a language model as a checkpoint of megatrain at iteration 0."""
+    """Write a vision tower and a language model, with a new projector, as a checkpoint of megatrain, to start from."""
     reader = JoinedModel(
         arguments.tower,
         arguments.language,
@@ -189,7 +156,7 @@ def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
 
 
 def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
-    """Write a checkpoint as one of Megatron-LM, in its format torch_dist."""
+    """Write a checkpoint as one of Megatron-LM (torch_dist), with which its runs continue."""
     target, disk = arguments.target, Disk()
     with opened(arguments.source) as reader:
         export = MegatronExport(reader)
@@ -214,7 +181,7 @@ def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
 
 
 def hf_to_megatrain(arguments: argparse.Namespace) -> int:
-    """Write a folder of transformers as a checkpoint of megatrain at iteration 0."""
+    """Write a folder of transformers (config.json, safetensors) as a checkpoint of megatrain, to start from."""
     target = arguments.target
     reader = HfCheckpoint(arguments.source, arguments.vocab_size)
     write_checkpoint(reader, target, arguments.files)
@@ -237,7 +204,7 @@ def hf_to_megatrain(arguments: argparse.Namespace) -> int:
 
 
 def megatrain_to_hf(arguments: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint as a folder of transformers; compare the logits of both."""
+    """Write the weights of a checkpoint as a folder that from_pretrained of transformers reads."""
     target, dtype = arguments.target, DTYPE_NAMES.get(arguments.dtype)
     with opened(arguments.source) as reader:
         export = HfExport(reader, arguments.architecture, image_token=arguments.image_token_id)
@@ -285,7 +252,7 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
 
 
 def megatrain_to_peft(arguments: argparse.Namespace) -> int:
-    """Write the adapters of a checkpoint as a folder of peft."""
+    """Write the adapters of --lora-rank as a folder that peft reads."""
     target, disk = arguments.target, Disk()
     require_absent(target)
     with opened(arguments.source) as reader:
@@ -299,7 +266,7 @@ def megatrain_to_peft(arguments: argparse.Namespace) -> int:
 
 
 def peft_to_megatrain(arguments: argparse.Namespace) -> int:
-    """Write a folder of peft and its base as a checkpoint of megatrain at iteration 0."""
+    """Write a folder of peft, with the model that it adapts, as a checkpoint of megatrain, to start from."""
     target = arguments.target
     reader = PeftCheckpoint(arguments.source, HfCheckpoint(arguments.base))
     write_checkpoint(reader, target, None)

@@ -20,18 +20,13 @@ _DATA_MARK = "/* data of the runs */"
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain report`."""
-    report = add_command(
-        commands,
-        "report",
-        run=run,
-        description="Write one HTML page with the curves, evaluations and settings of runs. It needs no network.",
-    )
+    report = add_command(commands, "report", run)
     report.add("runs RUN ...", "--save folder or --metrics-file of a run")
     report.add("--output FILE", "page to write", Path("report.html"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+    """Write one HTML page with the curves, evaluations and settings of runs. It needs no network."""
     output: Path = arguments.output
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(

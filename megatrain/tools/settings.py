@@ -12,12 +12,7 @@ from megatrain.tools.subcommands import add_command
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain settings`."""
-    command = add_command(
-        commands,
-        "settings",
-        run=run,
-        description="Print every flag and YAML key with its values, default and meaning, as Markdown tables.",
-    )
+    command = add_command(commands, "settings", run)
     command.add(
         "--differences",
         "print instead the defaults that differ from Megatron-LM's, and its flags that are not settings here",
@@ -25,6 +20,6 @@ def add_flags(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+    """Print every flag and YAML key with its values, default and meaning, as Markdown tables."""
     print(docs_differences() if arguments.differences else docs_reference(), end="")
     return 0

@@ -100,8 +100,8 @@ def _number(flag: str, kind: type[int | float], bounds: Range) -> Callable[[str]
 def add_command(
     commands: Any,
     name: str,
-    *,
     run: Callable[[argparse.Namespace], int] | None = None,
+    *,
     takes_run_flags: bool = False,
     **texts: str,
 ) -> CommandParser:
@@ -109,19 +109,19 @@ def add_command(
 
     Args:
         commands: the subparsers of the command above it.
-        run: runs it and returns the exit code; None: it has subcommands.
+        run: runs it and returns the exit code; its docstring describes it. None: it has subcommands.
         takes_run_flags: it accepts the flags of pretrain.py too.
         texts: `help`, `description` and `usage`.
     """
+    about = "" if run is None else (run.__doc__ or "").partition("\n\n")[0].strip()
+    if about:
+        texts.setdefault("help", about[0].lower() + about[1:].removesuffix("."))
+        texts.setdefault(
+            "description", f"{about} {RUN_FLAGS}" if takes_run_flags and "FLAGS are" not in about else about
+        )
     command: CommandParser = commands.add_parser(name, allow_abbrev=False, **texts)
     command.set_defaults(parser=command, run=run, takes_run_flags=takes_run_flags)
     return command
-
-
-def add_action(actions: Any, run: Callable[[argparse.Namespace], int], text: str) -> CommandParser:
-    """Add a subcommand named after the function that runs it; its help text also describes it."""
-    name = run.__name__.replace("_", "-")
-    return add_command(actions, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}.")
 
 
 def add_file_options(parser: CommandParser) -> None:

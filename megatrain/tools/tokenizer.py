@@ -78,13 +78,7 @@ def add_flags(commands: Any) -> None:
         commands, "tokenizer", description="Train a tokenizer on text, or compare several."
     )
     actions = tokenizer.add_subparsers(dest="action", required=True, metavar="ACTION")
-    train = add_command(
-        actions,
-        "train",
-        run=run_train,
-        help="train a tokenizer on text",
-        description="Train a tokenizer, and write the files that --tokenizer-type HuggingFaceTokenizer and transformers load.",
-    )
+    train = add_command(actions, "train", run_train, help="train a tokenizer on text")
     train.add("--output FOLDER", "folder to write", of=Path, required=True)
     train.add("--vocab-size N", "tokens, special ones included", of=int, required=True)
     kinds = "; ".join(f"{name}: {text}" for name, text in _KINDS.items())
@@ -92,11 +86,7 @@ def add_flags(commands: Any) -> None:
     train.add("--eos-token TOKEN", "token that ends documents", "<|endoftext|>")
     train.add("--special-tokens TOKEN ...", "further special tokens", ())
     compare = add_command(
-        actions,
-        "compare",
-        run=run_compare,
-        help="compare tokenizers by the tokens that they need",
-        description="Print the tokens that each tokenizer makes of the same text.",
+        actions, "compare", run_compare, help="compare tokenizers by the tokens that they need"
     )
     compare.add("tokenizers TOKENIZER ...", "tokenizer.json, a folder with one, or a SentencePiece .model")
     for parser in (train, compare):
@@ -111,7 +101,7 @@ def add_flags(commands: Any) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """Train a tokenizer and write its files."""
+    """Train a tokenizer, and write the files that --tokenizer-type HuggingFaceTokenizer and transformers load."""
     kind, folder = arguments.kind, arguments.output
     own = {"byte-level": {}, "wordpiece": _BERT}.get(kind, _UNKNOWN)
     special = list(dict.fromkeys([arguments.eos_token, *own.values(), *arguments.special_tokens]))
@@ -144,7 +134,7 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
-    """Print a table of tokens per byte."""
+    """Print the tokens that each tokenizer makes of the same text."""
     loaded = [(name, load_tokenizer(_config_of(name))) for name in arguments.tokenizers]
     counts, exact = [0] * len(loaded), [0] * len(loaded)
     num_texts = num_bytes = 0

@@ -31,19 +31,14 @@ _CLEAR: Final = "\x1b[H\x1b[2J"
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain watch`."""
-    watch = add_command(
-        commands,
-        "watch",
-        run=run,
-        description="Show progress, curves, evaluations and saves of runs, and repeat it until Ctrl-C.",
-    )
+    watch = add_command(commands, "watch", run)
     watch.add("runs RUN ...", "--save folder or --metrics-file of a run")
     watch.add("--interval SECONDS", "time between two looks", 5.0)
     watch.add("--once", "print the state once; the default without a terminal")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+    """Show progress, curves, evaluations and saves of runs, and repeat it until Ctrl-C."""
     while True:
         (width, height), now = shutil.get_terminal_size(), time.time()
         is_terminal = sys.stdout.isatty()

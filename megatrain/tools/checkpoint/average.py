@@ -31,7 +31,7 @@ from megatrain.tools.checkpoint.source import no_checkpoint, opened
 
 
 def average(arguments: argparse.Namespace) -> int:
-    """Write the mean of the weights of checkpoints."""
+    """Write the mean of the weights of several checkpoints as a checkpoint of weights alone."""
     paths = arguments.sources
     if arguments.last is not None:
         paths = _newest(paths, arguments.last)

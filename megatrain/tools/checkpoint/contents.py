@@ -43,7 +43,7 @@ class Statistics:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Print the counters, state, configuration and tensors of a checkpoint."""
+    """Print state, configuration and tensors."""
     with opened(arguments.path) as reader:
         manifest, pattern = reader.manifest, arguments.tensors
         names = [name for name in sorted(manifest.tensors) if fnmatch.fnmatchcase(name, pattern)]
@@ -75,7 +75,10 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Print the differences of two checkpoints; return 1 if there are any."""
+    """Name the tensors that differ, with their largest differences.
+
+    Returns 1 if there are differences.
+    """
     with opened(arguments.first) as first, opened(arguments.second) as second:
         kinds = _kinds(first.manifest) if arguments.all else {"weight"}
         lines = list(_structural_differences(first.manifest, second.manifest, kinds))

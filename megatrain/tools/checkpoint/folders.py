@@ -49,7 +49,7 @@ class Entry:
 
 
 def ls(arguments: argparse.Namespace) -> int:
-    """Print the checkpoints of a folder, oldest first."""
+    """List the checkpoints of a folder: committed, partial or damaged."""
     entries = list(entries_of(arguments.folder))
     if arguments.json:
         print(json.dumps([dataclasses.asdict(entry) for entry in entries]))
@@ -105,7 +105,7 @@ def _status(found: Candidate) -> Literal["committed", "damaged", "Megatron"]:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Read every byte of the checkpoints in a folder, or of one, and compare it with the checksums; return the exit code."""
+    """Read all data and compare it with the checksums."""
     found = [one for one in find_checkpoints(arguments.path) if one.problem != OF_MEGATRON]
     if not found:
         raise no_checkpoint(arguments.path)
@@ -132,7 +132,9 @@ def _problems(candidate: Candidate) -> list[str]:
 
 
 def prune(arguments: argparse.Namespace) -> int:
-    """Remove the checkpoints that are older than the newest N whose data are intact, or print which ones.
+    """Remove older checkpoints.
+
+    The newest N whose data are intact stay; --dry-run prints the others.
 
     Raises:
         NoCheckpointError: none is intact.

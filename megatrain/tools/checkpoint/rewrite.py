@@ -49,7 +49,7 @@ def reshard(arguments: argparse.Namespace) -> int:
 
 
 def merge_lora(arguments: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint with its adapters merged into them."""
+    """Write the weights with the adapters of --lora-rank merged into them, as a checkpoint."""
     with opened(arguments.source) as reader:
         if merged(reader) is reader:
             raise ConfigError(f"{reader.path} has no adapters", fix="use the checkpoint as it is")
@@ -78,7 +78,7 @@ def write_checkpoint(reader: TensorReader, target: Path, num_files: int | None) 
 
 
 def export_weights(arguments: argparse.Namespace) -> int:
-    """Write the weights alone as plain safetensors files, with an index."""
+    """Write the weights as plain safetensors files with an index."""
     with opened(arguments.source) as reader:
         weights = list(_whole_weights(reader, DTYPE_NAMES.get(arguments.dtype)))
         write_weights(reader, weights, arguments.target, max_file_gb=arguments.max_file_gb)

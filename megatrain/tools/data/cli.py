@@ -35,7 +35,7 @@ from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.images import SUFFIXES, described_images, inspect_rows
 from megatrain.tools.data.inspect import inspect, printable, shown_ids
 from megatrain.tools.data.masked import described_masked
-from megatrain.tools.subcommands import RUN_FLAGS, CommandParser, add_command
+from megatrain.tools.subcommands import CommandParser, add_command
 from megatrain.training.batches import build_samples
 from megatrain.training.launch.facts import gather_data_facts, plan_on_any_device
 
@@ -54,11 +54,10 @@ def add_flags(commands: Any) -> None:
     sample = add_command(
         actions,
         "sample",
-        run=run_sample,
+        run_sample,
         takes_run_flags=True,
         help="show one sample exactly as training reads it",
         usage="%(prog)s FLAGS --of {train,valid,test} --index K [--set NAME] [--picture FILE] [--world-size N] [--json]",
-        description=f"Show one sample of a run. {RUN_FLAGS}",
     )
     sample.add("--of", "the split", choices=("train", "valid", "test"), required=True)
     sample.add("--index K", "number of the sample, counted from 0", of=int, required=True)
@@ -69,11 +68,10 @@ def add_flags(commands: Any) -> None:
     index = add_command(
         actions,
         "index",
-        run=run_index,
+        run_index,
         takes_run_flags=True,
         help="build the index caches of a run in advance",
         usage="%(prog)s FLAGS [--world-size N]",
-        description=f"Build the sample indices of a run in its cache folder. {RUN_FLAGS}",
     )
     for parser in (sample, index):
         parser.add(
@@ -84,13 +82,7 @@ def add_flags(commands: Any) -> None:
             at_least=1,
         )
 
-    merge = add_command(
-        actions,
-        "merge",
-        run=run_merge,
-        help="merge datasets into one",
-        description="Write one dataset with the documents of several, in the order of the arguments.",
-    )
+    merge = add_command(actions, "merge", run_merge, help="merge datasets into one")
     merge.add("prefixes PREFIX ...", "paths or URLs without .bin and .idx")
     merge.add("--output-prefix OUT", "path of the new dataset", required=True)
     _add_index_cache(merge, texts)
@@ -100,9 +92,8 @@ def _add_inspect(actions: Any, texts: Mapping[str, str]) -> None:
     dataset = add_command(
         actions,
         "inspect",
-        run=run_inspect,
+        run_inspect,
         help="count documents and tokens of a dataset, and check its description",
-        description="Count documents and tokens of a dataset, and compare them with its description PREFIX.json.",
     )
     dataset.add(
         "prefix PREFIX", "path or URL without .bin and .idx, or a source of --image-data-path (.jsonl, .tar)"
@@ -121,20 +112,20 @@ def _add_index_cache(parser: CommandParser, texts: Mapping[str, str]) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Describe a dataset of tokens, or of conversations about images."""
+    """Count documents and tokens of a dataset, and compare them with its description PREFIX.json."""
     if arguments.prefix.endswith(SUFFIXES):
         return inspect_rows(arguments.prefix, arguments.document, arguments.picture, as_json=arguments.json)
     return inspect(arguments)
 
 
 def run_merge(arguments: argparse.Namespace) -> int:
-    """Write one dataset with the documents of several."""
+    """Write one dataset with the documents of several, in the order of the arguments."""
     merge(arguments.prefixes, arguments.output_prefix, index_cache=arguments.object_storage_cache_path)
     return 0
 
 
 def run_sample(arguments: argparse.Namespace) -> int:
-    """Print a sample of a run."""
+    """Show one sample of a run."""
     plan, facts = _planned(arguments)
     samples = _chosen(
         build_samples(_only(plan, arguments.of), facts, log_to_stderr), arguments.of, arguments.set
@@ -165,7 +156,7 @@ def run_sample(arguments: argparse.Namespace) -> int:
 
 
 def run_index(arguments: argparse.Namespace) -> int:
-    """Build the index caches of a run."""
+    """Build the sample indices of a run in its cache folder."""
     plan, facts = _planned(arguments)
     folder = plan.config.data.data_cache_path
     if folder is None:

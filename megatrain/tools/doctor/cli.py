@@ -39,21 +39,17 @@ from megatrain.training.launch.ranks import local_gpu
 def add_flags(commands: Any) -> None:
     """Add `megatrain doctor`."""
     doctor = add_command(
-        commands,
-        "doctor",
-        run=run,
-        takes_run_flags=True,
-        usage="%(prog)s [FLAGS] [--nodes N] [--json]",
-        description="Check what a run needs, in less than a minute: versions, driver, GPUs, limits, shared memory, the disk of"
-        " --save, the rendezvous; under torchrun or srun also the speed of each rank and of the links between them. FLAGS are"
-        " the flags of pretrain.py, which may be left out. Exit code: 0 without errors, else 1.",
+        commands, "doctor", run, takes_run_flags=True, usage="%(prog)s [FLAGS] [--nodes N] [--json]"
     )
     doctor.add("--nodes N", "nodes of the launch line", 1, at_least=1)
     doctor.add("--json", "print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+    """Check what a run needs, in less than a minute: versions, driver, GPUs, limits, shared memory, the disk of --save, the
+    rendezvous; under torchrun or srun also the speed of each rank and of the links between them. FLAGS are the flags of
+    pretrain.py, which may be left out. Exit code: 0 without errors, else 1.
+    """
     environment = read_environment()
     findings = list(all_findings(arguments.run_flags, environment))
     is_wrong = any(one.level == "error" for one in findings)

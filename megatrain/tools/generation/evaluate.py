@@ -16,12 +16,7 @@ from megatrain.training.logging.metrics import evaluation_line
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain evaluate`."""
-    parser = add_command(
-        commands,
-        "evaluate",
-        run=run,
-        description="Load the newest valid checkpoint, or a folder of transformers, and score tasks of multiple choice and cloze.",
-    )
+    parser = add_command(commands, "evaluate", run)
     add_checkpoint_flags(parser)
     parser.add(
         "--tasks PATH ...",
@@ -34,7 +29,7 @@ def add_flags(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+    """Load the newest valid checkpoint, or a folder of transformers, and score tasks of multiple choice and cloze."""
     tasks = read_tasks(arguments.tasks, arguments.limit)
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)

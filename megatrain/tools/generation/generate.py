@@ -53,12 +53,7 @@ _FLAGS = {"num_log_probs": "--log-probs", "stop": "--stop-words"}
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain generate`."""
-    parser = add_command(
-        commands,
-        "generate",
-        run=run,
-        description="Load the newest valid checkpoint, or a folder of transformers, and continue prompts.",
-    )
+    parser = add_command(commands, "generate", run)
     add_model_flags(parser)
     _add_prompts(parser)
     _add_sampling(parser)
@@ -108,7 +103,7 @@ def _add_sampling(parser: CommandParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+    """Load the newest valid checkpoint, or a folder of transformers, and continue prompts."""
     sampling, prompts = _sampling(arguments), _prompts(arguments)
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)

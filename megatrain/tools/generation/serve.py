@@ -41,12 +41,7 @@ _SECONDS_TO_END = 30.0
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain serve`."""
-    parser = add_command(
-        commands,
-        "serve",
-        run=run,
-        description="Answer requests of OpenAI's completions API (POST /v1/completions, /v1/chat/completions) with the model of a checkpoint.",
-    )
+    parser = add_command(commands, "serve", run)
     add_model_flags(parser)
     parser.add("--host", "address to listen on (default: 127.0.0.1, this machine alone)", "127.0.0.1")
     parser.add("--port N", "port; 0: a free one, which is printed", 8000, at_least=0, at_most=65535)
@@ -97,7 +92,7 @@ def _add_limits(parser: CommandParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the server until a signal; return the exit code."""
+    """Answer requests of OpenAI's completions API (POST /v1/completions, /v1/chat/completions) with the model of a checkpoint."""
     _require_packages()
     with joined_process(arguments) as process:
         loaded = load(arguments, process)

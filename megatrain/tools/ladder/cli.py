@@ -15,7 +15,7 @@ from megatrain.tools.ladder.law import Law, Point
 from megatrain.tools.ladder.law import fit as fit_law
 from megatrain.tools.ladder.plot import Target, ladder_svg, short
 from megatrain.tools.ladder.runs import LadderRun, problems, read_ladder
-from megatrain.tools.subcommands import RUN_FLAGS, add_action, add_command, write_output
+from megatrain.tools.subcommands import add_command, write_output
 
 _RATIOS: Final = (5.0, 10.0, 20.0)
 _FAR: Final = 100
@@ -28,11 +28,7 @@ def add_flags(commands: Any) -> None:
         commands, "ladder", description="Write, compare and extrapolate a family of small runs."
     )
     actions = ladder.add_subparsers(dest="action", required=True, metavar="ACTION")
-    write = add_command(
-        actions, "write", run=write_runs, takes_run_flags=True, help="write the YAML files and the script of the runs",
-        usage="megatrain ladder write --folder FOLDER [options] FLAGS",
-        description=f"Write smaller and shorter runs than the one of FLAGS, and the script that runs them. {RUN_FLAGS}",
-    )  # fmt: skip
+    write = add_command(actions, "write", write_runs, takes_run_flags=True, help="write the YAML files and the script of the runs", usage="megatrain ladder write --folder FOLDER [options] FLAGS")  # fmt: skip
     write.add("--folder FOLDER", "folder for the files and for the runs", required=True, of=Path)
     write.add(
         "--widths H ...", "hidden sizes (default: four from 1/8 to 1/2 of the target's)", of=int, at_least=1
@@ -51,9 +47,8 @@ def add_flags(commands: Any) -> None:
     )
     write.add("--batch SAMPLES", "global batch size of the runs (default: the target's)", of=int, at_least=1)
     write.add("--ranks N", "data-parallel ranks of a run", 1, at_least=1)
-    finished = add_action(actions, compare, "print and draw the losses of finished runs by size and tokens")
-    law = "fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one"
-    fitted = add_action(actions, fit, law)
+    finished = add_command(actions, "compare", compare)
+    fitted = add_command(actions, "fit", fit)
     for parser in (finished, fitted):
         parser.add("runs RUN ...", "--save folder of a run")
         parser.add("--output FILE.svg", "plot to write", of=Path)
@@ -62,7 +57,7 @@ def add_flags(commands: Any) -> None:
 
 
 def write_runs(arguments: argparse.Namespace) -> int:
-    """Write the files of a ladder; return the exit code."""
+    """Write smaller and shorter runs than the one of FLAGS, and the script that runs them."""
     from megatrain.tools.ladder.family import LadderSpec, plan_ladder, write_ladder  # noqa: PLC0415 (imports the engine)
 
     folder: Path = arguments.folder
@@ -90,7 +85,7 @@ def write_runs(arguments: argparse.Namespace) -> int:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Print and draw the losses of finished runs; return the exit code."""
+    """Print and draw the losses of finished runs by size and tokens."""
     runs = _checked_runs(arguments, fits=False)
     points = [run.point for run in runs]
     _print_points(points, None)
@@ -99,7 +94,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def fit(arguments: argparse.Namespace) -> int:
-    """Fit the law, print it and the prediction, and draw both; return the exit code."""
+    """Fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one."""
     wanted = (arguments.target_parameters, arguments.target_tokens)
     if wanted.count(None) == 1:
         raise ConfigError(

@@ -65,13 +65,7 @@ class Comparer:
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain parity`."""
-    parity = add_command(
-        commands,
-        "parity",
-        run=run,
-        description="Train tiny models under each layout and compare losses, gradients and weights with one process."
-        " Without flags: rows that cover every pair of options' values, in fp64, and some rows in fp32, bf16 and fp16.",
-    )
+    parity = add_command(commands, "parity", run)
     parity.add(
         "--layouts WORD ...",
         "only the layout of these words, such as `tp2 sp`; with --quick or --full, only their rows with all of these words",
@@ -121,7 +115,9 @@ def add_flags(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand and print its table; return 0 if every row passes."""
+    """Train tiny models under each layout and compare losses, gradients and weights with one process. Without flags: rows
+    that cover every pair of options' values, in fp64, and some rows in fp32, bf16 and fp16.
+    """
     began = time.perf_counter()
     torch.set_num_threads(1)
     if arguments.self_test:

@@ -18,7 +18,7 @@ from megatrain.tools.plan.hardware import GPUS, Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.memory import planned_bytes
 from megatrain.tools.plan.search import Found, Run, best_layouts, evaluate
-from megatrain.tools.subcommands import RUN_FLAGS, add_command
+from megatrain.tools.subcommands import add_command
 
 
 def add_flags(commands: Any) -> None:
@@ -38,13 +38,11 @@ def _add_layouts(actions: Any) -> None:
     layouts = add_command(
         actions,
         "layouts",
-        run=run,
+        run,
         takes_run_flags=True,
         help="find the layouts of a run that fit, with predicted time and memory",
         usage="%(prog)s FLAGS --world-size N [--gpu NAME] [--memory-gb GB] [--gpus-per-node N] [--network-gbits G]"
         " [--top N] [--search] [--json] [--failures]",
-        description="Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their"
-        f" flags. Layout flags on the command line are kept without --search, layout flags of a --config file are not. {RUN_FLAGS}",
     )
     layouts.add("--world-size N", "GPUs of the run", of=int, required=True, at_least=1)
     layouts.add("--gpu", "GPU, SXM", "H100", choices=tuple(GPUS))
@@ -70,11 +68,7 @@ def _add_layouts(actions: Any) -> None:
 def _add_pipeline(actions: Any) -> None:
     """Add `megatrain plan pipeline`."""
     plan = add_command(
-        actions,
-        "pipeline",
-        run=pipeline.run,
-        help="find the best pipeline schedule and split for given times",
-        description="Simulate every pipeline schedule and split of the layers; print a table, the fastest first.",
+        actions, "pipeline", pipeline.run, help="find the best pipeline schedule and split for given times"
     )
     plan.add("--ranks P", "pipeline ranks", of=int, required=True, at_least=1)
     plan.add("--layers L", "layers of the model", of=int, required=True, at_least=1)
@@ -95,7 +89,9 @@ def _add_pipeline(actions: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the fastest layouts of a run; return the exit code."""
+    """Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their flags. Layout
+    flags on the command line are kept without --search, layout flags of a --config file are not.
+    """
     cluster = _cluster(arguments)
     limit = arguments.memory_gb * 1e9 if arguments.memory_gb is not None else cluster.gpu.usable_bytes
     one_run = dataclasses.replace(Run.of(arguments.run_flags, cluster), keeps_layout=not arguments.search)

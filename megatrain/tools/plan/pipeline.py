@@ -77,7 +77,7 @@ class Candidate:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+    """Simulate every pipeline schedule and split of the layers; print a table, the fastest first."""
     case = Case(**{field.name: getattr(arguments, field.name) for field in fields(Case)})
     if arguments.schedule not in (None, *_CHUNKS):
         raise ConfigError(f"--schedule {arguments.schedule} is no schedule", fix=f"use {', '.join(_CHUNKS)}")

@@ -69,7 +69,7 @@ def add_flags(commands: Any) -> None:
     port = add_command(
         commands,
         "port",
-        run=run,
+        run,
         description=f"Read a launch script that runs {_of_programs()}, or a YAML file of its"
         " arguments, and print the command for megatrain, with what changed and why as comments. bash evaluates the script, and none of its commands runs. Exit code: 0 if the run would"
         " start, 1 if not.",

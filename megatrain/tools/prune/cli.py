@@ -54,13 +54,7 @@ _TARGETS: Final = {
 def add_flags(commands: Any) -> None:
     """Add the subcommand."""
     command = add_command(
-        commands,
-        "prune",
-        run=run,
-        help="write a smaller model of the parts of a trained one that matter most",
-        description="Measure the importance of layers, heads, neurons, channels and experts on a calibration set, and write a"
-        " checkpoint with the most important ones. It trains on with --finetune, best with the source as its teacher"
-        " (--export-kd-teacher-load).",
+        commands, "prune", run, help="write a smaller model of the parts of a trained one that matter most"
     )
     command.add(
         "--load FOLDER",
@@ -96,7 +90,10 @@ def add_flags(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
+    """Measure the importance of layers, heads, neurons, channels and experts on a calibration set, and write a checkpoint
+    with the most important ones. It trains on with --finetune, best with the source as its teacher
+    (--export-kd-teacher-load).
+    """
     save: Path = arguments.save
     if base_folder(save) != save or (save / folder_name(0)).exists():
         raise ConfigError(f"--save {save} has a checkpoint", fix="name another folder with --save")

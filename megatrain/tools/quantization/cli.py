@@ -54,10 +54,8 @@ def add_flags(commands: Any) -> None:
     command = add_command(
         commands,
         "quantize",
-        run=run,
+        run,
         help="write a checkpoint as a folder of transformers with quantized weights",
-        description="Write a checkpoint as a folder that transformers and vllm read with compressed-tensors: its linear layers are"
-        " quantized, its embedding, head and norms are not. A command that was stopped continues.",
     )
     command.add("source PATH", "checkpoint of megatrain or Megatron-LM, or hf:FOLDER of transformers")
     command.add("target TARGET", "folder to write to", of=Path)
@@ -90,7 +88,9 @@ def add_flags(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
+    """Write a checkpoint as a folder that transformers and vllm read with compressed-tensors: its linear layers are
+    quantized, its embedding, head and norms are not. A command that was stopped continues.
+    """
     numbers = format_of(arguments.format, arguments.group_size, arguments.method)
     needs_data = arguments.method != "rtn" or arguments.kv_cache_scales
     if needs_data and arguments.calibration_data is None:
