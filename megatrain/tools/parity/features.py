@@ -11,8 +11,9 @@ default of a row. To add a model, add a line to models.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from megatrain.config.schema.pipeline_schedules import (
@@ -54,12 +55,13 @@ class Option:
         return {word: flags for feature in self.features for word, flags in feature.words().items()}
 
 
-def _option(name: str, *features: Feature) -> Option:
-    return Option(name, features)
+def _option(name: str, *features: Feature, needs: tuple[str, ...] = (), is_layout: bool = False) -> Option:
+    """Return an option. `needs`: of all features but the first."""
+    default, *others = features
+    return Option(name, (default, *(replace(one, needs=one.needs or needs) for one in others)), is_layout)
 
 
-def _layout(name: str, *features: Feature) -> Option:
-    return Option(name, features, is_layout=True)
+_layout = functools.partial(_option, is_layout=True)
 
 
 def _sizes(flag: str, word: str, *numbers: int) -> dict[str, str]:
@@ -81,9 +83,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _option(
         "key-value replication",
         Feature("nocopies"),
-        Feature(
-            "copies", _sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4), needs=("tp",)
-        ),
+        Feature("copies", _sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4)),
+        needs=("tp",),
     ),
     _layout(
         "sequence parallelism",
@@ -103,15 +104,12 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "context communication",
         Feature("ring", "--cp-comm-type p2p"),
-        Feature("allgather", "--cp-comm-type all_gather", needs=("cp",)),
-        Feature("heads", "--cp-comm-type a2a", needs=("cp",)),
-        Feature("a2aring", "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", needs=("cp",)),
-        Feature(
-            "a2agather",
-            "--cp-comm-type a2a+all_gather --hierarchical-context-parallel-sizes 2 2",
-            needs=("cp",),
-        ),
-        Feature("mixedcomm", "--cp-comm-type p2p all_gather a2a p2p", needs=("cp",)),
+        Feature("allgather", "--cp-comm-type all_gather"),
+        Feature("heads", "--cp-comm-type a2a"),
+        Feature("a2aring", "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
+        Feature("a2agather", "--cp-comm-type a2a+all_gather --hierarchical-context-parallel-sizes 2 2"),
+        Feature("mixedcomm", "--cp-comm-type p2p all_gather a2a p2p"),
+        needs=("cp",),
     ),
     _layout(
         "data parallelism",
@@ -145,7 +143,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "pipeline split",
         Feature("equalstages"),
-        Feature("balanced", "--pipeline-model-parallel-layout auto", needs=("pp",)),
+        Feature("balanced", "--pipeline-model-parallel-layout auto"),
         Feature(
             "unevenstages",
             {
@@ -153,8 +151,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "uneven4": "--pipeline-model-parallel-layout E|tt|t|tL",
                 "mtpalone": "--pipeline-model-parallel-layout Ett|tt|mm|L",
             },
-            needs=("pp",),
         ),
+        needs=("pp",),
     ),
     _layout(
         "rank order",
@@ -164,9 +162,10 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "sharding over replicas",
         Feature("zero0", "--no-use-distributed-optimizer", excludes=("instances",)),
-        Feature("zero1", "--use-distributed-optimizer", needs=_REPLICAS),
-        Feature("zero2", "--data-parallel-sharding-strategy optim_grads", needs=_REPLICAS),
-        Feature("zero3", "--data-parallel-sharding-strategy optim_grads_params", needs=_REPLICAS),
+        Feature("zero1", "--use-distributed-optimizer"),
+        Feature("zero2", "--data-parallel-sharding-strategy optim_grads"),
+        Feature("zero3", "--data-parallel-sharding-strategy optim_grads_params"),
+        needs=_REPLICAS,
     ),
     _layout(
         "optimizer instances",
@@ -178,9 +177,10 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "overlap",
         Feature("nooverlap", "--no-overlap-grad-reduce --no-overlap-param-gather"),
-        Feature("overlap", "--overlap-grad-reduce --overlap-param-gather", needs=_REPLICAS),
-        Feature("overlapgrads", "--overlap-grad-reduce --no-overlap-param-gather", needs=_REPLICAS),
-        Feature("overlapweights", "--no-overlap-grad-reduce --overlap-param-gather", needs=_REPLICAS),
+        Feature("overlap", "--overlap-grad-reduce --overlap-param-gather"),
+        Feature("overlapgrads", "--overlap-grad-reduce --no-overlap-param-gather"),
+        Feature("overlapweights", "--no-overlap-grad-reduce --overlap-param-gather"),
+        needs=_REPLICAS,
     ),
     _layout(
         "recomputation",
@@ -260,15 +260,13 @@ OPTIONS: Final[tuple[Option, ...]] = (
     _layout(
         "dispatcher",
         Feature("alltokens"),
-        Feature("scarce", "--moe-expert-rank-capacity-factor 0.5", needs=("ep",)),
-        Feature(
-            "alltoall", "--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather", needs=("ep",)
-        ),
+        Feature("scarce", "--moe-expert-rank-capacity-factor 0.5"),
+        Feature("alltoall", "--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather"),
         Feature(
             "hosts",
             "--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather --moe-alltoall-ranks-per-host 2",
-            needs=("ep",),
         ),
+        needs=("ep",),
     ),
     _layout(
         "expert communication",
@@ -281,37 +279,22 @@ OPTIONS: Final[tuple[Option, ...]] = (
         Feature(
             "auxloss",
             "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
-            needs=("experts",),
         ),
-        Feature(
-            "seqauxloss",
-            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
-            needs=("experts",),
-        ),
-        Feature(
-            "globalauxloss",
-            "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
-            needs=("experts",),
-        ),
+        Feature("seqauxloss", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1"),
+        Feature("globalauxloss", "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"),
         Feature(
             "severallosses",
             (
                 "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss"
                 " --moe-aux-loss-coeff 0.1 0.2 0.05"
             ),
-            needs=("experts",),
         ),
-        Feature("sinkhorn", "--moe-router-load-balancing-type sinkhorn", needs=("experts",)),
+        Feature("sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
         Feature(
-            "quantilebalancing",
-            {
-                "quantiles": (
-                    "--moe-router-load-balancing-type quantile_balancing"
-                    " --moe-router-quantile-balancing-ema 0.3"
-                )
-            },
-            needs=("experts",),
+            "quantiles",
+            "--moe-router-load-balancing-type quantile_balancing --moe-router-quantile-balancing-ema 0.3",
         ),
+        needs=("experts",),
     ),
     _option(
         "capacity",
