@@ -102,9 +102,8 @@ class Alerts:
         if not run.summary["is_running"]:
             yield Alert(run.name, "end", iteration, f"{run.summary['status']}, iteration {iteration:,}")
             return
-        times = [one for one in run.curves.get("iteration_ms", [])[-_RECENT:] if one is not None]
         silence = now - run.last_activity
-        if silence > self._silence + 10 * (statistics.median(times) / 1000 if times else 0):
+        if silence > self._silence + 10 * (run.recent("iteration_ms", _RECENT) or 0) / 1000:
             text = f"no sign of life for {duration(silence)}, iteration {iteration:,}: a rank may be late or hang"
             yield Alert(run.name, "silent", iteration, text)
         interval, saved = run.settings.get("checkpoint.save_interval"), _last_save(run)

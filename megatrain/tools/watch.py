@@ -149,16 +149,14 @@ def _target(run: RunData) -> int | None:
 
 
 def _iteration_seconds(run: RunData) -> float | None:
-    found = [value for value in run.curves.get("iteration_ms", [])[-_RECENT:] if value is not None]
-    return statistics.median(found) / 1000 if found else None
+    found = run.recent("iteration_ms", _RECENT)
+    return None if found is None else found / 1000
 
 
 def _speed(run: RunData) -> str:
-    found = [
-        value for value in run.curves.get("tokens_per_second_per_gpu", [])[-_RECENT:] if value is not None
-    ]
+    speed = run.recent("tokens_per_second_per_gpu", _RECENT)
     per_iteration, mfu = _iteration_seconds(run), run.summary["mfu"]
-    parts = [f"{statistics.median(found):,.0f} tokens/s per rank"] if found else []
+    parts = [f"{speed:,.0f} tokens/s per rank"] if speed is not None else []
     parts += [f"MFU {mfu:.1%}"] if mfu is not None else []
     parts += [f"{per_iteration:.3g} s an iteration"] if per_iteration is not None else []
     return ", ".join(parts) or "not known yet"

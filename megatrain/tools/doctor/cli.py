@@ -85,7 +85,7 @@ def all_findings(words: Sequence[str], environment: LaunchEnvironment) -> Iterat
     for check in checks:
         yield from check()
     if words:
-        yield Finding("ok", "flags", "not checked: pretrain.py with these and --dry-run checks them")
+        yield Finding.ok("flags", "not checked: pretrain.py with these and --dry-run checks them")
 
 
 def num_parameters(words: Sequence[str], request: Request) -> float | None:
@@ -105,8 +105,7 @@ def num_parameters(words: Sequence[str], request: Request) -> float | None:
 def _ranks(environment: LaunchEnvironment) -> Iterator[Finding]:
     seen = torch.cuda.device_count()
     if seen and (local_gpu(environment).index or 0) >= seen:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "ranks",
             f"local rank {environment.local_rank} has no GPU: {seen} are visible",
             f"start at most {seen} ranks on this host, or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
@@ -116,8 +115,7 @@ def _ranks(environment: LaunchEnvironment) -> Iterator[Finding]:
         speeds = measure_ranks(environment, socket.gethostname())
     except RuntimeError as error:
         first = str(error).splitlines()[0]
-        yield Finding(
-            "error",
+        yield Finding.error(
             "ranks",
             f"they cannot be joined: {first}",
             "check that each host reaches the others: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the interface",

@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,39 +119,26 @@ def losses(
         num_restarts=len(restarts),
         hang=arguments.hang_seconds,
     )
-    return found if save_interval is not None else at_interval(found, found.best_interval)
-
-
-def at_interval(found: Losses, interval: float) -> Losses:
-    """Return the losses at another interval between saves."""
-    return Losses(**asdict(found) | {"interval": interval})
+    return found if save_interval is not None else replace(found, interval=found.best_interval)
 
 
 def to_dict(found: Losses) -> dict[str, Any]:
     """Return JSON values."""
-    best = at_interval(found, found.best_interval)
+    best = replace(found, interval=found.best_interval)
     own = asdict(found) | {"share": found.share, "seconds_a_day": found.seconds}
     return own | {"best_interval": best.interval, "best_share": best.share}
 
 
 def text(found: Losses) -> Iterator[str]:
     """Yield the lines for the user."""
-    best = at_interval(found, found.best_interval)
+    best = replace(found, interval=found.best_interval)
     yield (
-        f"{found.failures_a_day:.2g} failures a day, a step of {found.step:.2f} s, a save every {_steps(found)}:"
+        f"{found.failures_a_day:.2g} failures a day, a step of {found.step:.2f} s, a save every {found.interval:.0f} s:"
         f" {100 * found.share:.1f} % of the time is lost"
     )
     for cause, seconds in found.seconds.items():
         yield f"  {cause:<18} {seconds / 60:8.1f} min a day  {100 * seconds / _DAY:5.2f} %"
-    yield f"best: a save every {_steps(best)} (--save-interval {_iterations(best)}): {100 * best.share:.1f} %"
+    yield f"best: a save every {best.interval:.0f} s (--save-interval {max(round(best.interval / best.step), 1)}): {100 * best.share:.1f} %"
     if found.num_restarts:
         yield f"a restart takes {found.restart:.1f} s: median of {found.num_restarts} of this run ({RECORD_NAME})"
     yield f"times of {'' if found.num_restarts else 'restart, '}hang and save are those of the flags: measure them"
-
-
-def _iterations(found: Losses) -> int:
-    return max(round(found.interval / found.step), 1)
-
-
-def _steps(found: Losses) -> str:
-    return f"{found.interval:.0f} s"
