@@ -18,8 +18,7 @@ from megatrain.inference.sampling import Sampling
 from megatrain.inference.scoring import require_text_model, score
 from megatrain.inference.stored_model import ModelOptions, load_model, load_tensors
 from megatrain.inference.texts import TextEngine, encode_prompt, plan_cache
-from megatrain.process.available_memory import available_bytes
-from megatrain.tools.generation.load import foreign_reader
+from megatrain.tools.generation.load import foreign_reader, free_bytes
 
 
 class MegatrainLM(LM):
@@ -90,7 +89,7 @@ class MegatrainLM(LM):
             dtype=loaded.dtype,
             max_tokens=loaded.max_context,
             num_sequences=min(len(prompts), self.batch_size),
-            limit_bytes=self._free_bytes() // 2,
+            limit_bytes=free_bytes(self._torch_device) // 2,
         )
         engine = TextEngine(loaded.model, loaded.tokenizer, plan, self._torch_device, loaded.end_ids)
         found = {
@@ -106,8 +105,3 @@ class MegatrainLM(LM):
     def _scores(self, rows: Sequence[Request]) -> list[tuple[float, bool]]:
         scores = score(self.loaded, rows, batch_size=self.batch_size, device=self._torch_device)
         return [(one.log_likelihood, one.is_greedy) for one in scores]
-
-    def _free_bytes(self) -> int:
-        if self._torch_device.type == "cuda":
-            return torch.cuda.mem_get_info(self._torch_device)[0]
-        return available_bytes()

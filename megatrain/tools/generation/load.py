@@ -184,16 +184,17 @@ def cache_limit(arguments: argparse.Namespace, process: Process) -> int:
     """Return the bytes that a cache may take on each rank: all ranks get the same number."""
     if arguments.cache_gb is not None:
         return int(arguments.cache_gb * 1e9)
-    if process.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(process.device)
-        limit = int(0.8 * free)
-    else:
-        limit = available_bytes() // 2
+    limit = int((0.8 if process.device.type == "cuda" else 0.5) * free_bytes(process.device))
     if process.ranks.size > 1:
         least = torch.tensor([limit], device=process.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         limit = int(least)
     return limit
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU, or of the host."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
 
 
 def foreign_reader(name: str, note: Callable[[str], None]) -> TensorReader | None:
