@@ -60,13 +60,12 @@ def add_flags(commands: Any) -> None:
     command.add("--logits-save-dtype", "of log-probabilities", "fp16", choices=("fp16", "fp32"))
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Write the most likely tokens of --export-kd-teacher-load for each token that a run trains on."""
     with joined_ranks(parse(arguments.run_flags)) as ranks:
         write_cache(
             ranks, arguments.logits_save_dir, arguments.logits_save_top_k, arguments.logits_save_dtype
         )
-    return 0
 
 
 def write_cache(ranks: Ranks, folder: Path | None, top_k: int, dtype: str) -> Path:

@@ -79,7 +79,7 @@ def add_flags(commands: Any) -> None:
 
 
 def _add_direction(
-    directions: Any, run: Callable[[argparse.Namespace], int], source: str = RUN_FOLDER
+    directions: Any, run: Callable[[argparse.Namespace], None], source: str = RUN_FOLDER
 ) -> CommandParser:
     """Add a direction with one source. `source`: help text of its path."""
     parser = add_command(directions, run.__name__.replace("_", "-"), run)
@@ -110,7 +110,7 @@ def _add_combine(directions: Any) -> None:
     _add_sizes(parser, "rows of the vocabulary to keep (default: all)")
 
 
-def combine(arguments: argparse.Namespace) -> int:
+def combine(arguments: argparse.Namespace) -> None:
     """Write a vision tower and a language model, with a new projector, as a checkpoint of megatrain, to start from."""
     reader = JoinedModel(
         arguments.tower,
@@ -125,10 +125,9 @@ def combine(arguments: argparse.Namespace) -> int:
         f"train the projector first: --pretrained-checkpoint {arguments.target} --load RUN --save RUN --freeze-LM --freeze-ViT, with"
         " --use-checkpoint-args for the flags of the model; then more parts with --pretrained-checkpoint RUN"
     )
-    return 0
 
 
-def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
+def megatron_to_megatrain(arguments: argparse.Namespace) -> None:
     """Write a checkpoint of Megatron-LM as one of megatrain."""
     source, target = _newest(arguments.source), arguments.target
     reader = MegatronCheckpoint(source, arguments.vocab_size, allows_format_torch=arguments.allow_pickle)
@@ -152,10 +151,9 @@ def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
         f"continue the run with --load {target} and --vocab-size {reader.vocab_size}, or the tokenizer of that size;"
         " `megatrain port SCRIPT.sh` translates the launch script"
     )
-    return 0
 
 
-def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
+def megatrain_to_megatron(arguments: argparse.Namespace) -> None:
     """Write a checkpoint as one of Megatron-LM (torch_dist), with which its runs continue."""
     target, disk = arguments.target, Disk()
     with opened(arguments.source) as reader:
@@ -177,10 +175,9 @@ def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
         )
     print(f"{final}: {len(export.tensors)} parameters, {size_text(export.num_bytes)}")
     print(f"continue the run in Megatron-LM with --load {target} --ckpt-format torch_dist --no-load-rng")
-    return 0
 
 
-def hf_to_megatrain(arguments: argparse.Namespace) -> int:
+def hf_to_megatrain(arguments: argparse.Namespace) -> None:
     """Write a folder of transformers (config.json, safetensors) as a checkpoint of megatrain, to start from."""
     target = arguments.target
     reader = HfCheckpoint(arguments.source, arguments.vocab_size)
@@ -200,10 +197,9 @@ def hf_to_megatrain(arguments: argparse.Namespace) -> int:
         f"start from the weights with --pretrained-checkpoint {target} --load RUN --save RUN, or --load {target} --finetune;"
         " --use-checkpoint-args takes the flags of the model, the sequence length and the tokenizer from it"
     )
-    return 0
 
 
-def megatrain_to_hf(arguments: argparse.Namespace) -> int:
+def megatrain_to_hf(arguments: argparse.Namespace) -> None:
     """Write the weights of a checkpoint as a folder that from_pretrained of transformers reads."""
     target, dtype = arguments.target, DTYPE_NAMES.get(arguments.dtype)
     with opened(arguments.source) as reader:
@@ -239,7 +235,7 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
         if export.family.is_tower:
             print("logits were not compared: a vision tower has none")
         if arguments.no_compare or export.family.is_tower:
-            return 0
+            return
         compared = compare_logits(
             reader,
             target,
@@ -248,10 +244,9 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
             auto_class=export.family.auto_class,
         )
     print(compared)
-    return 0
 
 
-def megatrain_to_peft(arguments: argparse.Namespace) -> int:
+def megatrain_to_peft(arguments: argparse.Namespace) -> None:
     """Write the adapters of --lora-rank as a folder that peft reads."""
     target, disk = arguments.target, Disk()
     require_absent(target)
@@ -262,10 +257,9 @@ def megatrain_to_peft(arguments: argparse.Namespace) -> int:
         for name, data in files.items():
             write_file(disk, temporary / name, data)
     print(f"{target}: {', '.join(files)}, {size_text(num_bytes)}")
-    return 0
 
 
-def peft_to_megatrain(arguments: argparse.Namespace) -> int:
+def peft_to_megatrain(arguments: argparse.Namespace) -> None:
     """Write a folder of peft, with the model that it adapts, as a checkpoint of megatrain, to start from."""
     target = arguments.target
     reader = PeftCheckpoint(arguments.source, HfCheckpoint(arguments.base))
@@ -274,7 +268,6 @@ def peft_to_megatrain(arguments: argparse.Namespace) -> int:
         f"train the adapters on with --pretrained-checkpoint {target} --use-checkpoint-args {shlex.join(reader.flags)};"
         " megatrain generate and megatrain-to-hf merge them"
     )
-    return 0
 
 
 def _newest(path: Path) -> Path:

@@ -70,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
     arguments.run_flags = others
     from megatrain.training.launch.ranks import report_errors  # noqa: PLC0415 (imports torch)
 
-    return report_errors(lambda: arguments.run(arguments))
+    return report_errors(lambda: arguments.run(arguments) or 0)
 
 
 def _with_action(words: Sequence[str]) -> Sequence[str]:

@@ -25,7 +25,7 @@ def add_flags(commands: Any) -> None:
     report.add("--output FILE", "page to write", Path("report.html"))
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Write one HTML page with the curves, evaluations and settings of runs. It needs no network."""
     output: Path = arguments.output
     if output.suffix.lower() not in (".html", ".htm"):
@@ -43,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         if one.note is not None:
             print(f"{one.name}: its settings are unknown: {one.note}")
     print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB, open it in a browser")
-    return 0
 
 
 def page(runs: Sequence[RunData]) -> str:

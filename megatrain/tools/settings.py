@@ -19,7 +19,6 @@ def add_flags(commands: Any) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Print every flag and YAML key with its values, default and meaning, as Markdown tables."""
     print(docs_differences() if arguments.differences else docs_reference(), end="")
-    return 0

@@ -100,7 +100,7 @@ def _number(flag: str, kind: type[int | float], bounds: Range) -> Callable[[str]
 def add_command(
     commands: Any,
     name: str,
-    run: Callable[[argparse.Namespace], int] | None = None,
+    run: Callable[[argparse.Namespace], int | None] | None = None,
     *,
     takes_run_flags: bool = False,
     **texts: str,
@@ -109,7 +109,7 @@ def add_command(
 
     Args:
         commands: the subparsers of the command above it.
-        run: runs it and returns the exit code; its docstring describes it. None: it has subcommands.
+        run: runs it and returns the exit code, or None for 0; its docstring describes it. None: it has subcommands.
         takes_run_flags: it accepts the flags of pretrain.py too.
         texts: `help`, `description` and `usage`.
     """

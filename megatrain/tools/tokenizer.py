@@ -100,7 +100,7 @@ def add_flags(commands: Any) -> None:
         parser.add("--max-mb MB", "read the first megabytes of text only (default: all)", of=float, above=0)
 
 
-def run_train(arguments: argparse.Namespace) -> int:
+def run_train(arguments: argparse.Namespace) -> None:
     """Train a tokenizer, and write the files that --tokenizer-type HuggingFaceTokenizer and transformers load."""
     kind, folder = arguments.kind, arguments.output
     own = {"byte-level": {}, "wordpiece": _BERT}.get(kind, _UNKNOWN)
@@ -130,10 +130,9 @@ def run_train(arguments: argparse.Namespace) -> int:
         else f", of --vocab-size {arguments.vocab_size}: the text has no more"
     )
     print(f"{folder}: {size} tokens{few}\n  --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}")
-    return 0
 
 
-def run_compare(arguments: argparse.Namespace) -> int:
+def run_compare(arguments: argparse.Namespace) -> None:
     """Print the tokens that each tokenizer makes of the same text."""
     loaded = [(name, load_tokenizer(_config_of(name))) for name in arguments.tokenizers]
     counts, exact = [0] * len(loaded), [0] * len(loaded)
@@ -154,7 +153,6 @@ def run_compare(arguments: argparse.Namespace) -> int:
         rates = f"{count / num_bytes:.4f}", f"{num_bytes / max(count, 1):.3f}", f"{same / num_texts:.1%}"
         print(_ROW.format(tokenizer.vocab_size, f"{count:,}", *rates, name))
     print("exact: documents that decode to the same text")
-    return 0
 
 
 def _config_of(name: str) -> TokenizerConfig:

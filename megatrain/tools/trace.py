@@ -16,7 +16,6 @@ def add_flags(commands: Any) -> None:
     trace.add("file FILE", "trace that --profile wrote, such as rank1.json.gz", of=Path)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Print compute, exposed communication and idle time of a trace of --profile, as the run does for rank 0."""
     print(read_trace(arguments.file).text())
-    return 0

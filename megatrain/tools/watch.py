@@ -37,7 +37,7 @@ def add_flags(commands: Any) -> None:
     watch.add("--once", "print the state once; the default without a terminal")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Show progress, curves, evaluations and saves of runs, and repeat it until Ctrl-C."""
     while True:
         (width, height), now = shutil.get_terminal_size(), time.time()
@@ -47,12 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         if arguments.once or not is_terminal:
             print("\n\n".join(runs))
-            return 0
+            return
         print(f"{_CLEAR}{fitted(runs, height)}\n\nCtrl-C ends the display, not the runs", flush=True)
         try:
             time.sleep(max(arguments.interval, 0.1))
         except KeyboardInterrupt:
-            return 0
+            return
 
 
 def fitted(runs: Sequence[str], height: int) -> str:

@@ -30,7 +30,7 @@ from megatrain.tools.checkpoint.rewrite import write_checkpoint
 from megatrain.tools.checkpoint.source import no_checkpoint, opened
 
 
-def average(arguments: argparse.Namespace) -> int:
+def average(arguments: argparse.Namespace) -> None:
     """Write the mean of the weights of several checkpoints as a checkpoint of weights alone."""
     paths = arguments.sources
     if arguments.last is not None:
@@ -42,7 +42,6 @@ def average(arguments: argparse.Namespace) -> int:
             f"mean of the {'averages' if arguments.ema else 'weights'} of {', '.join(str(one.path) for one in readers)}"
         )
         write_checkpoint(mean, arguments.target, None)
-    return 0
 
 
 class MeanReader(TensorReader):

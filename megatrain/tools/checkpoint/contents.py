@@ -42,7 +42,7 @@ class Statistics:
         self.largest = max(self.largest, float(finite.abs().max()) if finite.numel() else 0.0)
 
 
-def inspect(arguments: argparse.Namespace) -> int:
+def inspect(arguments: argparse.Namespace) -> None:
     """Print state, configuration and tensors."""
     with opened(arguments.path) as reader:
         manifest, pattern = reader.manifest, arguments.tensors
@@ -59,7 +59,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         print(
             json.dumps({**described, "config": manifest.config, "state": manifest.state, "tensors": tensors})
         )
-        return 0
+        return
     for name, value in described.items():
         print(f"{name:<24}{value}")
     print("state")
@@ -71,7 +71,6 @@ def inspect(arguments: argparse.Namespace) -> int:
     print("tensors")
     for row in tensors:
         print("  " + _row_text(row))
-    return 0
 
 
 def diff(arguments: argparse.Namespace) -> int:

@@ -48,12 +48,12 @@ class Entry:
     """A sentence about the files of a local checkpoint that are on other nodes only."""
 
 
-def ls(arguments: argparse.Namespace) -> int:
+def ls(arguments: argparse.Namespace) -> None:
     """List the checkpoints of a folder: committed, partial or damaged."""
     entries = list(entries_of(arguments.folder))
     if arguments.json:
         print(json.dumps([dataclasses.asdict(entry) for entry in entries]))
-        return 0
+        return
     if not entries:
         raise no_checkpoint(arguments.folder)
     print(f"{'iteration':>10}  {'status':<9}  {'size':>10}  {'samples':>12}  {'age':>12}  folder")
@@ -67,7 +67,6 @@ def ls(arguments: argparse.Namespace) -> int:
         )
         for note in filter(None, (entry.problem, entry.elsewhere)):
             print(f"{'':>10}  {note}")
-    return 0
 
 
 def entries_of(folder: Path) -> Iterator[Entry]:
@@ -131,7 +130,7 @@ def _problems(candidate: Candidate) -> list[str]:
         return verify_files(candidate.path, progress.add)
 
 
-def prune(arguments: argparse.Namespace) -> int:
+def prune(arguments: argparse.Namespace) -> None:
     """Remove older checkpoints.
 
     The newest N whose data are intact stay; --dry-run prints the others.
@@ -174,7 +173,6 @@ def prune(arguments: argparse.Namespace) -> int:
         )
     if not removed:
         print(f"nothing to remove in {folder}")
-    return 0
 
 
 def _size(path: Path) -> int:

@@ -41,20 +41,18 @@ DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def reshard(arguments: argparse.Namespace) -> int:
+def reshard(arguments: argparse.Namespace) -> None:
     """Write a checkpoint again, with another number of files."""
     with opened(arguments.source) as reader:
         write_checkpoint(reader, arguments.target, arguments.files)
-    return 0
 
 
-def merge_lora(arguments: argparse.Namespace) -> int:
+def merge_lora(arguments: argparse.Namespace) -> None:
     """Write the weights with the adapters of --lora-rank merged into them, as a checkpoint."""
     with opened(arguments.source) as reader:
         if merged(reader) is reader:
             raise ConfigError(f"{reader.path} has no adapters", fix="use the checkpoint as it is")
         write_checkpoint(merged(reader), arguments.target, None)
-    return 0
 
 
 def write_checkpoint(reader: TensorReader, target: Path, num_files: int | None) -> None:
@@ -77,12 +75,11 @@ def write_checkpoint(reader: TensorReader, target: Path, num_files: int | None) 
     print(f"{final}: {len(files)} {'file' if len(files) == 1 else 'files'}, {size_text(total)}")
 
 
-def export_weights(arguments: argparse.Namespace) -> int:
+def export_weights(arguments: argparse.Namespace) -> None:
     """Write the weights as plain safetensors files with an index."""
     with opened(arguments.source) as reader:
         weights = list(_whole_weights(reader, DTYPE_NAMES.get(arguments.dtype)))
         write_weights(reader, weights, arguments.target, max_file_gb=arguments.max_file_gb)
-    return 0
 
 
 def write_weights(

@@ -111,20 +111,20 @@ def _add_index_cache(parser: CommandParser, texts: Mapping[str, str]) -> None:
     parser.add("--object-storage-cache-path FOLDER", text)
 
 
-def run_inspect(arguments: argparse.Namespace) -> int:
+def run_inspect(arguments: argparse.Namespace) -> None:
     """Count documents and tokens of a dataset, and compare them with its description PREFIX.json."""
     if arguments.prefix.endswith(SUFFIXES):
-        return inspect_rows(arguments.prefix, arguments.document, arguments.picture, as_json=arguments.json)
-    return inspect(arguments)
+        inspect_rows(arguments.prefix, arguments.document, arguments.picture, as_json=arguments.json)
+    else:
+        inspect(arguments)
 
 
-def run_merge(arguments: argparse.Namespace) -> int:
+def run_merge(arguments: argparse.Namespace) -> None:
     """Write one dataset with the documents of several, in the order of the arguments."""
     merge(arguments.prefixes, arguments.output_prefix, index_cache=arguments.object_storage_cache_path)
-    return 0
 
 
-def run_sample(arguments: argparse.Namespace) -> int:
+def run_sample(arguments: argparse.Namespace) -> None:
     """Show one sample of a run."""
     plan, facts = _planned(arguments)
     samples = _chosen(
@@ -139,23 +139,22 @@ def run_sample(arguments: argparse.Namespace) -> int:
     if arguments.json:
         arrays = sample.arrays if isinstance(sample, MaskedSample) else vars(sample)
         print(json.dumps({name: values.tolist() for name, values in arrays.items()}))
-        return 0
+        return
     print(_headline(plan, arguments.of, arguments.index, len(samples)))
     kind = plan.config.tokenizer.tokenizer_type
     tokenizer = None if kind in (None, "NullTokenizer") else load_tokenizer(plan.config.tokenizer)
     if isinstance(sample, MaskedSample) and "images" in sample.arrays:
         print(described_images(sample, plan, tokenizer, arguments.picture))
-        return 0
+        return
     if isinstance(sample, MaskedSample):
         assert tokenizer is not None, "a rule refuses others"
         print(described_masked(sample, spans, tokenizer))
-        return 0
+        return
     print(_described(sample))
     _print_spans(sample, spans, tokenizer)
-    return 0
 
 
-def run_index(arguments: argparse.Namespace) -> int:
+def run_index(arguments: argparse.Namespace) -> None:
     """Build the sample indices of a run in its cache folder."""
     plan, facts = _planned(arguments)
     folder = plan.config.data.data_cache_path
@@ -182,7 +181,6 @@ def run_index(arguments: argparse.Namespace) -> int:
     counts = ", ".join(f"{found[name]} {words}" for name, words in _OUTCOMES.items() if found[name] > 0)
     files = [path.stat().st_size for path in Path(folder).glob("*.index")]
     print(f"\n{counts}\n{folder}: {len(files)} files, {sum(files) / 1e6:,.1f} MB")
-    return 0
 
 
 def _num_processes(facts: Facts) -> int:

@@ -28,7 +28,7 @@ class DisagreementError(InputError):
     exit_code = 1
 
 
-def inspect(arguments: argparse.Namespace) -> int:
+def inspect(arguments: argparse.Namespace) -> None:
     """Print everything; then raise DisagreementError if there is a contradiction."""
     dataset = IndexedDataset(arguments.prefix, index_cache=arguments.object_storage_cache_path)
     tokenizer = _tokenizer(arguments)
@@ -58,7 +58,6 @@ def inspect(arguments: argparse.Namespace) -> int:
             print(_document_text(document, tokenizer))
     if problems:
         raise DisagreementError.of(problems)
-    return 0
 
 
 def printable(text: str) -> str:

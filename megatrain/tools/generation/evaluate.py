@@ -28,7 +28,7 @@ def add_flags(commands: Any) -> None:
     parser.add("--json", "print one JSON object per task")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Load the newest valid checkpoint, or a folder of transformers, and score tasks of multiple choice and cloze."""
     tasks = read_tasks(arguments.tasks, arguments.limit)
     with joined_process(arguments, has_plain_output=arguments.json) as process:
@@ -41,4 +41,3 @@ def run(arguments: argparse.Namespace) -> int:
                 print(json.dumps({"task": name, **values}), flush=True)
             else:
                 print(evaluation_line(f"task {name} at iteration {loaded.iteration}", values), flush=True)
-    return 0

@@ -102,7 +102,7 @@ def _add_sampling(parser: CommandParser) -> None:
     parser.add("--json", "print one JSON object per prompt")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Load the newest valid checkpoint, or a folder of transformers, and continue prompts."""
     sampling, prompts = _sampling(arguments), _prompts(arguments)
     with joined_process(arguments, has_plain_output=arguments.json) as process:
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         chat, sampling = _chat(arguments, loaded, sampling)
         if chat is not None and not prompts:
             _talk(arguments, process, loaded, sampling, chat)
-            return 0
+            return
         images = [_images(loaded, prompt) for prompt in prompts]
         ids = [
             _encode(loaded, prompt, of_prompt, chat)
@@ -125,7 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
         _run_engine(arguments, process, engine, [one.text for one in prompts], texts)
         seconds, count = time.perf_counter() - started, sum(one.completion.num_new for one in texts)
         process.note(f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.1f} tokens/s")
-    return 0
 
 
 def _chat(

@@ -91,7 +91,7 @@ def _add_limits(parser: CommandParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Answer requests of OpenAI's completions API (POST /v1/completions, /v1/chat/completions) with the model of a checkpoint."""
     _require_packages()
     with joined_process(arguments) as process:
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 ends the others
             follow(TextEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, start), messages)
-            return 0
+            return
         engine = LeadingEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, messages, start)
         name = arguments.served_model_name or Path(arguments.load).resolve().name
         host, port = listener.getsockname()[:2]
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
                 loaded.model.spec, loaded.tokenizer, loaded.tiling, first_end, arguments.image_folder
             )
         )
-        return _serve(arguments, engine, listener, name=name, chat=chat)
+        _serve(arguments, engine, listener, name=name, chat=chat)
 
 
 def _serve(
@@ -148,7 +148,7 @@ def _serve(
     *,
     name: str,
     chat: ChatFormat | TextChat,
-) -> int:
+) -> None:
     import uvicorn  # noqa: PLC0415 (optional)
 
     from megatrain.tools.generation.http_app import CompletionsApp, Limits  # noqa: PLC0415 (optional packages)
@@ -205,7 +205,6 @@ def _serve(
     if not has_ended:
         raise MegatrainError("a pass of the model did not end", fix="check the device")
     print("> stopped; all memory of the cache is free", flush=True)
-    return 0
 
 
 def _http(arguments: argparse.Namespace, app: Any) -> Any:

@@ -56,7 +56,7 @@ def add_flags(commands: Any) -> None:
     fitted.add("--target-tokens D", "tokens to predict for", of=float, above=0)
 
 
-def write_runs(arguments: argparse.Namespace) -> int:
+def write_runs(arguments: argparse.Namespace) -> None:
     """Write smaller and shorter runs than the one of FLAGS, and the script that runs them."""
     from megatrain.tools.ladder.family import LadderSpec, plan_ladder, write_ladder  # noqa: PLC0415 (imports the engine)
 
@@ -81,19 +81,17 @@ def write_runs(arguments: argparse.Namespace) -> int:
         f"then:      megatrain ladder fit {folder}/w*/ --target-parameters {ladder.parameters:.4g}"
         f" --target-tokens {ladder.tokens:.4g} --output {folder / 'ladder.svg'}"
     )
-    return 0
 
 
-def compare(arguments: argparse.Namespace) -> int:
+def compare(arguments: argparse.Namespace) -> None:
     """Print and draw the losses of finished runs by size and tokens."""
     runs = _checked_runs(arguments, fits=False)
     points = [run.point for run in runs]
     _print_points(points, None)
     _draw(arguments, points, None, None, "Final losses")
-    return 0
 
 
-def fit(arguments: argparse.Namespace) -> int:
+def fit(arguments: argparse.Namespace) -> None:
     """Fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one."""
     wanted = (arguments.target_parameters, arguments.target_tokens)
     if wanted.count(None) == 1:
@@ -113,7 +111,6 @@ def fit(arguments: argparse.Namespace) -> int:
         target = Target(*wanted, *law.predict(*wanted))
         _print_target(law, target, points, found)
     _draw(arguments, points, law, target, "Final losses and the fitted law, E + A / N^a + B / D^b")
-    return 0
 
 
 def _checked_runs(arguments: argparse.Namespace, *, fits: bool) -> list[LadderRun]:

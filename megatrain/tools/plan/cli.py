@@ -88,7 +88,7 @@ def _add_pipeline(actions: Any) -> None:
     plan.add("--output FILE", "SVG file for the timeline of the fastest", of=Path)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their flags. Layout
     flags on the command line are kept without --search, layout flags of a --config file are not.
     """
@@ -114,7 +114,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(
             "\n".join(failures.text(lost) if lost is not None else ()), end="\n" if lost is not None else ""
         )
-    return 0
 
 
 def _losses(arguments: argparse.Namespace, one_run: Run, layout: Found) -> failures.Losses | None:

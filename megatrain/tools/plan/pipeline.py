@@ -76,7 +76,7 @@ class Candidate:
         return " ".join([f"--pipeline-model-parallel-size {placement.num_ranks}", *words])
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Simulate every pipeline schedule and split of the layers; print a table, the fastest first."""
     case = Case(**{field.name: getattr(arguments, field.name) for field in fields(Case)})
     if arguments.schedule not in (None, *_CHUNKS):
@@ -100,7 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
         text = timeline_svg(best.simulation, best.flags)
         write_output(arguments.output, text)
         print(f"timeline of the first line: {arguments.output}")
-    return 0
 
 
 def candidates(case: Case) -> Iterator[Candidate]:

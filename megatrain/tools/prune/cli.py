@@ -89,7 +89,7 @@ def add_flags(commands: Any) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Measure the importance of layers, heads, neurons, channels and experts on a calibration set, and write a checkpoint
     with the most important ones. It trains on with --finetune, best with the source as its teacher
     (--export-kd-teacher-load).
@@ -99,7 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--save {save} has a checkpoint", fix="name another folder with --save")
     with opened_source(arguments.load, print) as reader:
         prune(reader, arguments)
-    return 0
 
 
 def prune(reader: TensorReader, arguments: argparse.Namespace) -> None:

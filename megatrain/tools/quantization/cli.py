@@ -87,7 +87,7 @@ def add_flags(commands: Any) -> None:
     command.add("--architecture NAME", "class of transformers (default: the first that computes the same)")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Write a checkpoint as a folder that transformers and vllm read with compressed-tensors: its linear layers are
     quantized, its embedding, head and norms are not. A command that was stopped continues.
     """
@@ -126,7 +126,6 @@ def run(arguments: argparse.Namespace) -> int:
         description = _description(arguments, options, reader, tokens)
         folder = PartialFolder(arguments.target, description, plan.num_files)
         _quantize(LayerRounding(export, tensors, plan, options), folder, tokens, console)
-    return 0
 
 
 def _quantize(
