@@ -79,7 +79,8 @@ def diff(arguments: argparse.Namespace) -> int:
     Returns 1 if there are differences.
     """
     with opened(arguments.first) as first, opened(arguments.second) as second:
-        kinds = _kinds(first.manifest) if arguments.all else {"weight"}
+        own = {kind for tensor in first.manifest.tensors.values() for kind in tensor.kinds}
+        kinds = own if arguments.all else {"weight"}
         lines = list(_structural_differences(first.manifest, second.manifest, kinds))
         found = sorted(_differences(first, second, kinds), key=lambda one: -one.relative)
         print(f"{first.path} (iteration {first.manifest.iteration})")
@@ -164,10 +165,6 @@ def _changed_settings(config: Mapping[str, Mapping[str, Any]]) -> dict[str, list
             text = setting.flag if value is True else f"{setting.flag} {_shortened(value)}"
             found.setdefault(setting.section, []).append(text)
     return found
-
-
-def _kinds(manifest: Manifest) -> set[str]:
-    return {kind for tensor in manifest.tensors.values() for kind in tensor.kinds}
 
 
 def _is_in(part: TensorPart, manifest: Manifest) -> bool:

@@ -234,7 +234,8 @@ def _description_rows(
 
 def _document_text(document: dict[str, Any], tokenizer: Tokenizer | None) -> str:
     sequences = document["sequences"]
-    lines = [f"\ndocument {document['document']}: {document['tokens']:,} tokens{_in(len(sequences))}"]
+    where = " in one sequence" if len(sequences) == 1 else f" in {len(sequences):,} sequences"
+    lines = [f"\ndocument {document['document']}: {document['tokens']:,} tokens{where}"]
     for part in sequences:
         mode = "" if part["mode"] is None else f", mode {part['mode']}"
         lines.append(
@@ -247,7 +248,3 @@ def _document_text(document: dict[str, Any], tokenizer: Tokenizer | None) -> str
     else:
         lines.append("  no text: give --tokenizer-type and its flags")
     return "\n".join(lines)
-
-
-def _in(num_sequences: int) -> str:
-    return " in one sequence" if num_sequences == 1 else f" in {num_sequences:,} sequences"

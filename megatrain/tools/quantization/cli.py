@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -255,7 +254,11 @@ def _description(
     arguments: argparse.Namespace, options: Options, reader: TensorReader, tokens: Tensor | None
 ) -> dict[str, Any]:
     """Return what a command that continues must repeat."""
-    files = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(reader.path))
+    files = sorted(
+        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in reader.path.rglob("*")
+        if path.is_file()
+    )
     return {
         "version": 1,
         "source": str(reader.path.resolve()),
@@ -269,7 +272,3 @@ def _description(
         "architecture": arguments.architecture,
         "tokens": None if tokens is None else [*tokens.shape, zlib.crc32(tokens.numpy().data)],
     }
-
-
-def _files(path: Path) -> Iterator[Path]:
-    return (one for one in path.rglob("*") if one.is_file())
