@@ -136,17 +136,13 @@ def _gauges(run: RunData, now: float) -> dict[str, Any]:
     def last(curve: str) -> float | None:
         return next(iter(run.curves.get(curve, [])[-1:]), None)
 
-    names = {
-        "loss": "lm_loss",
-        "grad_norm": "grad_norm",
-        "tokens_per_second_per_gpu": "tokens_per_second_per_gpu",
+    return {
+        **{name: run.summary[name] for name in ("iterations", "mfu", "saves", "faults", "is_running")},
+        "loss": last("lm_loss"),
+        "grad_norm": last("grad_norm"),
+        "tokens_per_second_per_gpu": last("tokens_per_second_per_gpu"),
+        "silence_seconds": now - run.last_activity,
     }
-    of_summary = {name: run.summary[name] for name in ("iterations", "mfu", "saves", "faults", "is_running")}
-    return (
-        of_summary
-        | {name: last(curve) for name, curve in names.items()}
-        | {"silence_seconds": now - run.last_activity}
-    )
 
 
 def add_flags(commands: Any) -> None:

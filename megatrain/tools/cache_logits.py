@@ -52,7 +52,6 @@ def add_flags(commands: Any) -> None:
         "cache-logits",
         run,
         takes_run_flags=True,
-        help="write the outputs of a teacher for the samples of a run",
         usage="megatrain cache-logits [--logits-save-dir DIR] [--logits-save-top-k K] FLAGS",
     )
     command.add("--logits-save-dir DIR", "folder (default: PREFIX.logits, of the first --data-path)", of=Path)

@@ -144,7 +144,10 @@ def _temporary_folder(final: Path, num_bytes: int, target: Path, disk: Disk) -> 
                 f"{final}: another process has created it", fix="name another target folder"
             ) from error
         if isinstance(error, OSError):
-            raise _write_failed(error, target) from error
+            raise CheckpointError(
+                f"{error.filename or target}: {error.strerror} (errno {error.errno})",
+                fix="free space or repair the storage of the target, or name another; the source is unchanged",
+            ) from error
         raise
 
 
@@ -280,11 +283,3 @@ def _filled(parts: Sequence[TensorPart], max_bytes: int) -> Iterator[list[Tensor
             file = []
         file.append(part)
     yield file
-
-
-def _write_failed(error: OSError, target: Path) -> CheckpointError:
-    name = error.filename or target
-    return CheckpointError(
-        f"{name}: {error.strerror} (errno {error.errno})",
-        fix="free space or repair the storage of the target, or name another; the source is unchanged",
-    )

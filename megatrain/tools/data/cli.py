@@ -44,9 +44,7 @@ def add_flags(commands: Any) -> None:
     """Add `megatrain data ...`."""
     texts = field_help()
     data = add_command(
-        commands,
-        "data",
-        description="A dataset is named by its prefix: the path without .bin and .idx.",
+        commands, "data", description="A dataset is named by its prefix: the path without .bin and .idx."
     )
     actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
 

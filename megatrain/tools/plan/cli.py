@@ -23,11 +23,7 @@ from megatrain.tools.subcommands import add_command
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain plan`."""
-    plan = add_command(
-        commands,
-        "plan",
-        description="Without WHAT: layouts.",
-    )
+    plan = add_command(commands, "plan", description="Without WHAT: layouts.")
     actions = plan.add_subparsers(dest="action", required=True, metavar="WHAT")
     _add_layouts(actions)
     _add_pipeline(actions)
@@ -110,10 +106,8 @@ def run(arguments: argparse.Namespace) -> None:
         more = {} if lost is None else {"failures": failures.to_dict(lost)}
         print(json.dumps(_to_dict(found, given, limit) | more))
     else:
-        print("\n".join(_text(one_run, workload, found, given, limit)))
-        print(
-            "\n".join(failures.text(lost) if lost is not None else ()), end="\n" if lost is not None else ""
-        )
+        lines = [*_text(one_run, workload, found, given, limit), *(failures.text(lost) if lost else ())]
+        print("\n".join(lines))
 
 
 def _losses(arguments: argparse.Namespace, one_run: Run, layout: Found) -> failures.Losses | None:

@@ -50,12 +50,7 @@ _LONGEST: Final = 2048
 
 def add_flags(commands: Any) -> None:
     """Add the subcommand."""
-    command = add_command(
-        commands,
-        "quantize",
-        run,
-        help="write a checkpoint as a folder of transformers with quantized weights",
-    )
+    command = add_command(commands, "quantize", run)
     command.add("source PATH", "checkpoint of megatrain or Megatron-LM, or hf:FOLDER of transformers")
     command.add("target TARGET", "folder to write to", of=Path)
     formats = "; ".join(f"{name}: {one.text}" for name, one in QUANTIZATION_FORMATS.items())
