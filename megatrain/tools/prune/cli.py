@@ -53,9 +53,7 @@ _TARGETS: Final = {
 
 def add_flags(commands: Any) -> None:
     """Add the subcommand."""
-    command = add_command(
-        commands, "prune", run, help="write a smaller model of the parts of a trained one that matter most"
-    )
+    command = add_command(commands, "prune", run)
     command.add(
         "--load FOLDER",
         "checkpoint of the source: --save folder of a run, one of its iter_NNNNNNN folders, a folder of transformers, or a"
