@@ -24,17 +24,8 @@ from megatrain.inference.engine import Completion
 from megatrain.inference.image_vectors import PromptImages, prompt_images, with_places
 from megatrain.inference.sampling import LogProb, Sampling
 from megatrain.inference.stored_model import LoadedModel
-from megatrain.inference.texts import TextCompletion, TextEngine, encode_prompt, plan_cache
-from megatrain.tools.generation.load import (
-    Process,
-    add_model_flags,
-    cache_limit,
-    decoder_start,
-    end_tokens,
-    joined_process,
-    load,
-    text_context,
-)
+from megatrain.inference.texts import TextCompletion, TextEngine, encode_prompt
+from megatrain.tools.generation.load import Generation, Process, add_model_flags, joined_process, load
 from megatrain.tools.subcommands import CommandParser, add_command
 
 
@@ -107,18 +98,18 @@ def run(arguments: argparse.Namespace) -> None:
     sampling, prompts = _sampling(arguments), _prompts(arguments)
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)
+        generation = Generation(arguments, process, loaded)
         chat, sampling = _chat(arguments, loaded, sampling)
         if chat is not None and not prompts:
-            _talk(arguments, process, loaded, sampling, chat)
+            _talk(generation, sampling, chat)
             return
         images = [_images(loaded, prompt) for prompt in prompts]
         ids = [
             _encode(loaded, prompt, of_prompt, chat)
             for prompt, of_prompt in zip(prompts, images, strict=True)
         ]
-        start = decoder_start(arguments, loaded)
-        samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
-        engine = _engine(arguments, process, loaded, ids, samplings, start)
+        samplings = [_of_prompt(sampling, number, generation, one) for number, one in enumerate(ids)]
+        engine = _engine(generation, ids, samplings)
         tiles = [None if one is None else one.tiles for one in images]
         texts = [engine.submit(*one) for one in zip(ids, samplings, tiles, strict=True)]
         started = time.perf_counter()
@@ -138,34 +129,25 @@ def _chat(
 
 
 def _engine(
-    arguments: argparse.Namespace,
-    process: Process,
-    loaded: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[Sampling],
-    start: int | None,
+    generation: Generation, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
 ) -> TextEngine:
     """Plan the cache for these prompts, print the plan, and allocate it."""
-    longest = max(map(len, prompts))
+    loaded, process, start = generation.loaded, generation.process, generation.start_id
     firsts = prompts if start is None else [[start]] * len(prompts)
     completions = [Completion(tuple(ids), one) for ids, one in zip(firsts, samplings, strict=True)]
-    plan = plan_cache(
-        loaded.model,
-        dtype=loaded.dtype,
+    plan = generation.plan(
         max_tokens=max(one.num_total for one in completions),
-        max_memory=0 if start is None else longest,
-        num_sequences=min(len(prompts), arguments.max_sequences),
-        limit_bytes=cache_limit(arguments, process),
+        max_prompt=max(map(len, prompts)),
+        num_sequences=len(prompts),
     )
-    process.note(plan.description)
-    shorter = sum(one.max_new_tokens < arguments.max_new_tokens for one in samplings)
+    wanted = generation.arguments.max_new_tokens
+    shorter = sum(one.max_new_tokens < wanted for one in samplings)
     if shorter:
         process.note(
-            f"{shorter} of {len(prompts)} prompts: the context of {text_context(loaded)} tokens ends the text before"
-            f" --max-new-tokens {arguments.max_new_tokens}"
+            f"{shorter} of {len(prompts)} prompts: the context of {generation.context} tokens ends the text before"
+            f" --max-new-tokens {wanted}"
         )
-    ends = end_tokens(arguments, loaded)
-    return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, ends, start)
+    return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, generation.end_ids, start)
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
@@ -293,25 +275,20 @@ def _encode(
     return ids
 
 
-def _of_prompt(sampling: Sampling, number: int, loaded: LoadedModel, ids: Sequence[int]) -> Sampling:
+def _of_prompt(sampling: Sampling, number: int, generation: Generation, ids: Sequence[int]) -> Sampling:
     """Return the sampling of a prompt: its seed, and as many new tokens as the context has left."""
-    has_encoder = len(loaded.model.spec.stacks) > 1
-    most = min(sampling.max_new_tokens, text_context(loaded) + 1 - (1 if has_encoder else len(ids)))
+    taken = len(ids) if generation.start_id is None else 1
+    most = min(sampling.max_new_tokens, generation.context + 1 - taken)
     return dataclasses.replace(sampling, seed=sampling.seed + number, max_new_tokens=most)
 
 
-def _talk(
-    arguments: argparse.Namespace,
-    process: Process,
-    loaded: LoadedModel,
-    sampling: Sampling,
-    chat: Conversations,
-) -> None:
+def _talk(generation: Generation, sampling: Sampling, chat: Conversations) -> None:
     """Answer each line of standard input in one conversation, until its end; one that fills the context begins anew."""
+    arguments, process = generation.arguments, generation.process
     if process.ranks.size > 1 or arguments.json:
         raise ConfigError("--chat without a prompt is for one process and no --json", fix="give --prompt")
-    whole = [0] * max(1, text_context(loaded) + 1 - sampling.max_new_tokens)
-    engine = _engine(arguments, process, loaded, [whole], [_of_prompt(sampling, 0, loaded, whole)], None)
+    whole = [0] * max(1, generation.context + 1 - sampling.max_new_tokens)
+    engine = _engine(generation, [whole], [_of_prompt(sampling, 0, generation, whole)])
     mark = "> " if sys.stdin.isatty() else ""
     messages: list[dict[str, str]] = _system(arguments)
     _write(mark)
@@ -321,13 +298,13 @@ def _talk(
             ids = chat.encode({"messages": messages})
         except InvalidDocumentError as error:
             raise InputError(f"line {number + 1}: {error}", fix=error.fix) from error
-        if len(ids) > text_context(loaded):
+        if len(ids) > generation.context:
             process.note(
-                f"the conversation has {len(ids)} tokens, the context {text_context(loaded)}: it begins anew"
+                f"the conversation has {len(ids)} tokens, the context {generation.context}: it begins anew"
             )
             messages = _system(arguments)
         else:
-            text = engine.submit(ids, _of_prompt(sampling, number, loaded, ids))
+            text = engine.submit(ids, _of_prompt(sampling, number, generation, ids))
             while not engine.engine.is_idle:
                 for _, new in engine.step():
                     _write(new)

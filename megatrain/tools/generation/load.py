@@ -20,7 +20,9 @@ from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.schema.training import HF_PREFIX
+from megatrain.inference.cache import CachePlan
 from megatrain.inference.stored_model import LoadedModel, ModelOptions, TensorRanks, load_model, load_tensors
+from megatrain.inference.texts import plan_cache
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
@@ -147,49 +149,107 @@ def joined_process(arguments: argparse.Namespace, *, has_plain_output: bool = Fa
     watch.leave()
 
 
+def read_model(name: str, options: ModelOptions, note: Callable[[str], None]) -> LoadedModel:
+    """Read the model of --load; `note` gets lines about rows of the vocabulary."""
+    foreign = foreign_reader(name, note)
+    return load_model(Path(name), options) if foreign is None else load_tensors(foreign, options)
+
+
 def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
     """Load the model of --load; print what was loaded."""
-    device = process.device
-    default = "bf16" if device.type == "cuda" else "fp32"
+    default = "bf16" if process.device.type == "cuda" else "fp32"
     options = ModelOptions(
-        device=device,
+        device=process.device,
         dtype=_DTYPES[arguments.dtype or default],
         spec=tuple(arguments.spec),
         spec_digest=arguments.spec_digest,
         ranks=process.ranks,
         is_unlimited=True,
     )
-    foreign = foreign_reader(arguments.load, process.note)
-    loaded = load_model(Path(arguments.load), options) if foreign is None else load_tensors(foreign, options)
+    loaded = read_model(arguments.load, options, process.note)
     for line in loaded.skipped:
         process.note(line)
     process.note(f"{loaded.path}, iteration {loaded.iteration}")
     return loaded
 
 
-def end_tokens(arguments: argparse.Namespace, loaded: LoadedModel) -> tuple[int, ...]:
-    """Return the tokens that end a text: --termination-id, checked against the vocabulary, or those of the model."""
-    size, chosen = loaded.model.spec.vocab_size, arguments.termination_id
-    if chosen is None:
-        return loaded.end_ids
-    if not 0 <= chosen < size:
-        raise ConfigError(
-            f"--termination-id {chosen}: the vocabulary has ids 0 to {size - 1}",
-            fix="give a --termination-id in it",
+@dataclass(frozen=True)
+class Generation:
+    """A loaded model that generates text in this process, as the flags of `add_model_flags` say."""
+
+    arguments: argparse.Namespace
+    process: Process
+    loaded: LoadedModel
+
+    @property
+    def context(self) -> int:
+        """Context that the text is in: of the decoder, if an encoder reads the prompt."""
+        return self.loaded.model.spec.stacks[-1].seq_length or self.loaded.max_context
+
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text: --termination-id, checked against the vocabulary, or those of the model."""
+        size, chosen = self.loaded.model.spec.vocab_size, self.arguments.termination_id
+        if chosen is None:
+            return self.loaded.end_ids
+        if not 0 <= chosen < size:
+            raise ConfigError(
+                f"--termination-id {chosen}: the vocabulary has ids 0 to {size - 1}",
+                fix="give a --termination-id in it",
+            )
+        return (chosen,)
+
+    @functools.cached_property
+    def start_id(self) -> int | None:
+        """First token of a decoder whose encoder reads the prompt; None: the prompt is continued."""
+        spec, given = self.loaded.model.spec, self.arguments.decoder_start_id
+        if len(spec.stacks) == 1:
+            if given is not None:
+                raise ConfigError(
+                    f"--decoder-start-id {given}: the model has no decoder after an encoder",
+                    fix="remove --decoder-start-id",
+                )
+            return None
+        start: int | None = self.loaded.start_id if given is None else given
+        if start is None or not 0 <= start < spec.vocab_size:
+            problem = "the tokenizer has no [CLS], with which the decoder begins"
+            if given is not None:
+                problem = f"--decoder-start-id {given}: the vocabulary has ids 0 to {spec.vocab_size - 1}"
+            raise ConfigError(
+                problem,
+                fix="give --decoder-start-id the token of the vocabulary with which the decoder's samples begin",
+            )
+        return start
+
+    def plan(self, *, max_tokens: int, max_prompt: int, num_sequences: int) -> CachePlan:
+        """Plan the cache, and print the plan.
+
+        Args:
+            max_prompt: most tokens of a prompt that an encoder reads.
+            num_sequences: at most --max-sequences of them are computed together.
+        """
+        plan = plan_cache(
+            self.loaded.model,
+            dtype=self.loaded.dtype,
+            max_tokens=max_tokens,
+            max_memory=0 if self.start_id is None else max_prompt,
+            num_sequences=min(num_sequences, self.arguments.max_sequences),
+            limit_bytes=self._cache_limit(),
         )
-    return (chosen,)
+        self.process.note(plan.description)
+        return plan
 
-
-def cache_limit(arguments: argparse.Namespace, process: Process) -> int:
-    """Return the bytes that a cache may take on each rank: all ranks get the same number."""
-    if arguments.cache_gb is not None:
-        return int(arguments.cache_gb * 1e9)
-    limit = int((0.8 if process.device.type == "cuda" else 0.5) * free_bytes(process.device))
-    if process.ranks.size > 1:
-        least = torch.tensor([limit], device=process.device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        limit = int(least)
-    return limit
+    def _cache_limit(self) -> int:
+        """Return the bytes that a cache may take on each rank: all ranks get the same number."""
+        device = self.process.device
+        if self.arguments.cache_gb is not None:
+            return int(self.arguments.cache_gb * 1e9)
+        limit = int((0.8 if device.type == "cuda" else 0.5) * free_bytes(device))
+        if self.process.ranks.size > 1:
+            least = torch.tensor([limit], device=device)
+            dist.all_reduce(least, op=dist.ReduceOp.MIN)
+            limit = int(least)
+        return limit
 
 
 def free_bytes(device: torch.device) -> int:
@@ -249,30 +309,3 @@ def chosen_device(wanted: str | None, environment: LaunchEnvironment) -> torch.d
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
-
-
-def decoder_start(arguments: argparse.Namespace, loaded: LoadedModel) -> int | None:
-    """Return the first token of a decoder whose encoder reads the prompt; None: the prompt is continued."""
-    size, given = loaded.model.spec.vocab_size, arguments.decoder_start_id
-    if len(loaded.model.spec.stacks) == 1:
-        if given is not None:
-            raise ConfigError(
-                f"--decoder-start-id {given}: the model has no decoder after an encoder",
-                fix="remove --decoder-start-id",
-            )
-        return None
-    start: int | None = loaded.start_id if given is None else given
-    if start is None or not 0 <= start < size:
-        problem = "the tokenizer has no [CLS], with which the decoder begins"
-        raise ConfigError(
-            problem
-            if given is None
-            else f"--decoder-start-id {given}: the vocabulary has ids 0 to {size - 1}",
-            fix="give --decoder-start-id the token of the vocabulary with which the decoder's samples begin",
-        )
-    return start
-
-
-def text_context(loaded: LoadedModel) -> int:
-    """Return the context that the text is in: of the decoder, if an encoder reads the prompt."""
-    return loaded.model.spec.stacks[-1].seq_length or loaded.max_context

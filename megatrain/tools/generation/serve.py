@@ -19,18 +19,10 @@ from typing import Any
 from megatrain.config.errors import ConfigError, MegatrainError, Problem
 from megatrain.inference.leading_engine import LeadingEngine, follow
 from megatrain.inference.service import Service
-from megatrain.inference.texts import TextEngine, plan_cache
+from megatrain.inference.texts import TextEngine
 from megatrain.parallel.messages import Messages
 from megatrain.tools.generation.chat_request import ChatFormat
-from megatrain.tools.generation.load import (
-    add_model_flags,
-    cache_limit,
-    decoder_start,
-    end_tokens,
-    joined_process,
-    load,
-    text_context,
-)
+from megatrain.tools.generation.load import Generation, add_model_flags, joined_process, load
 from megatrain.tools.generation.text_chat import TextChat, text_chat
 from megatrain.tools.subcommands import CommandParser, add_command
 
@@ -96,23 +88,19 @@ def run(arguments: argparse.Namespace) -> None:
     _require_packages()
     with joined_process(arguments) as process:
         loaded = load(arguments, process)
-        start = decoder_start(arguments, loaded)
-        end_ids = end_tokens(arguments, loaded)
+        generation = Generation(arguments, process, loaded)
+        start, end_ids = generation.start_id, generation.end_ids
         most = arguments.max_context or loaded.max_context
         if most > loaded.max_context:
             raise ConfigError(
                 f"--max-context {most}: the model's context has {loaded.max_context} tokens",
                 fix=f"use --max-context {loaded.max_context} or less",
             )
-        plan = plan_cache(
-            loaded.model,
-            dtype=loaded.dtype,
-            max_tokens=most if start is None else text_context(loaded),
-            max_memory=0 if start is None else most,
+        plan = generation.plan(
+            max_tokens=most if start is None else generation.context,
+            max_prompt=most,
             num_sequences=arguments.max_sequences,
-            limit_bytes=cache_limit(arguments, process),
         )
-        process.note(plan.description)
         messages = process.messages()
         listener = _shared_listener(arguments, messages)
         if listener is None:
