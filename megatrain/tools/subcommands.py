@@ -11,7 +11,6 @@ from megatrain.config.cli.parse_value import BadValueError, load_value
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tree import Setting, closest_name
 from megatrain.config.schema.values import Range
-from megatrain.storage.files import replace_file
 
 UNKNOWN: Final = "unrecognized arguments"
 RUN_FOLDER: Final = "--save folder of a run, or one of its iter_NNNNNNN folders"
@@ -134,7 +133,7 @@ def write_output(path: Path, text: str) -> None:
     """Write the file of --output. Raises ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, [text.encode()])
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"--output {path}: {error.strerror or error}", fix="name a file in a folder that can be written"
