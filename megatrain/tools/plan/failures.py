@@ -138,7 +138,8 @@ def text(found: Losses) -> Iterator[str]:
     )
     for cause, seconds in found.seconds.items():
         yield f"  {cause:<18} {seconds / 60:8.1f} min a day  {100 * seconds / _DAY:5.2f} %"
-    yield f"best: a save every {best.interval:.0f} s (--save-interval {max(round(best.interval / best.step), 1)}): {100 * best.share:.1f} %"
+    iterations = max(round(best.interval / best.step), 1)
+    yield f"best: a save every {best.interval:.0f} s (--save-interval {iterations}): {100 * best.share:.1f} %"
     if found.num_restarts:
         yield f"a restart takes {found.restart:.1f} s: median of {found.num_restarts} of this run ({RECORD_NAME})"
     yield f"times of {'' if found.num_restarts else 'restart, '}hang and save are those of the flags: measure them"
