@@ -102,9 +102,8 @@ class Alerts:
         if not run.summary["is_running"]:
             yield Alert(run.name, "end", iteration, f"{run.summary['status']}, iteration {iteration:,}")
             return
-        times = [one for one in run.curves.get("iteration_ms", [])[-_RECENT:] if one is not None]
         silence = now - run.last_activity
-        if silence > self._silence + 10 * (statistics.median(times) / 1000 if times else 0):
+        if silence > self._silence + 10 * (run.recent("iteration_ms", _RECENT) or 0) / 1000:
             text = f"no sign of life for {duration(silence)}, iteration {iteration:,}: a rank may be late or hang"
             yield Alert(run.name, "silent", iteration, text)
         interval, saved = run.settings.get("checkpoint.save_interval"), _last_save(run)
@@ -137,67 +136,40 @@ def _gauges(run: RunData, now: float) -> dict[str, Any]:
     def last(curve: str) -> float | None:
         return next(iter(run.curves.get(curve, [])[-1:]), None)
 
-    names = {
-        "loss": "lm_loss",
-        "grad_norm": "grad_norm",
-        "tokens_per_second_per_gpu": "tokens_per_second_per_gpu",
+    return {
+        **{name: run.summary[name] for name in ("iterations", "mfu", "saves", "faults", "is_running")},
+        "loss": last("lm_loss"),
+        "grad_norm": last("grad_norm"),
+        "tokens_per_second_per_gpu": last("tokens_per_second_per_gpu"),
+        "silence_seconds": now - run.last_activity,
     }
-    of_summary = {name: run.summary[name] for name in ("iterations", "mfu", "saves", "faults", "is_running")}
-    return (
-        of_summary
-        | {name: last(curve) for name, curve in names.items()}
-        | {"silence_seconds": now - run.last_activity}
-    )
 
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain alerts`."""
-    alerts = add_command(
-        commands,
-        "alerts",
-        run=run,
-        description="Report NaN, skipped updates, spikes of the loss, silence (a late or dead rank), missing saves and the end of runs"
-        " to a webhook, and serve their numbers to Prometheus, until Ctrl-C.",
+    alerts = add_command(commands, "alerts", run)
+    alerts.add("runs RUN ...", "--save folder or --metrics-file of a run")
+    alerts.add("--webhook URL", 'address that gets each alert as JSON: {"text", "run", "kind", "iteration"}')
+    alerts.add(
+        "--port N",
+        "port of /metrics for Prometheus, on this host's loopback address",
+        of=int,
+        at_least=0,
+        at_most=65535,
     )
-    alerts.add_argument("runs", nargs="+", metavar="RUN", help="--save folder or --metrics-file of a run")
-    alerts.add_argument(
-        "--webhook",
-        metavar="URL",
-        help='address that gets each alert as JSON: {"text", "run", "kind", "iteration"}',
-    )
-    alerts.add_argument(
-        "--port",
-        type=int,
-        metavar="N",
-        help="port of /metrics for Prometheus, on this host's loopback address",
-    )
-    alerts.add_argument("--host", default="127.0.0.1", help="address of /metrics (default: %(default)s)")
-    alerts.add_argument(
-        "--interval", type=float, default=30.0, metavar="SECONDS", help="time between two looks (default: 30)"
-    )
-    alerts.add_argument(
-        "--spike",
-        type=float,
-        default=1.5,
-        metavar="FACTOR",
-        help="loss over the median of the 100 before (default: 1.5)",
-    )
-    alerts.add_argument(
-        "--silence",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="silence to report, besides ten iterations (default: 300)",
-    )
-    alerts.add_argument(
-        "--once",
-        action="store_true",
-        help="print what lasts now (silence, a missing save, an end), and exit with 1 if there is some",
+    alerts.add("--host", "address of /metrics", "127.0.0.1")
+    alerts.add("--interval SECONDS", "time between two looks", 30.0)
+    alerts.add("--spike FACTOR", "loss over the median of the 100 before", 1.5)
+    alerts.add("--silence SECONDS", "silence to report, besides ten iterations", 300.0)
+    alerts.add(
+        "--once", "print what lasts now (silence, a missing save, an end), and exit with 1 if there is some"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+    """Report NaN, skipped updates, spikes of the loss, silence (a late or dead rank), missing saves and the end of runs to a
+    webhook, and serve their numbers to Prometheus, until Ctrl-C.
+    """
     webhook = arguments.webhook
     if webhook is not None and urllib.parse.urlsplit(webhook).scheme not in ("http", "https"):
         raise InputError(

@@ -36,7 +36,7 @@ from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather, all_reduce
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_parallel import VocabShard
-from megatrain.tools.subcommands import RUN_FLAGS, add_command
+from megatrain.tools.subcommands import add_command
 from megatrain.training.batches import build_samples
 from megatrain.training.distillation.teacher import RunTeacher, build_distillation, with_whole_weights
 from megatrain.training.launch.ranks import Ranks, joined_ranks
@@ -50,37 +50,21 @@ def add_flags(commands: Any) -> None:
     command = add_command(
         commands,
         "cache-logits",
-        run=run,
+        run,
         takes_run_flags=True,
-        help="write the outputs of a teacher for the samples of a run",
-        description="Write the most likely tokens of --export-kd-teacher-load for each token that a run trains on. "
-        + RUN_FLAGS,
         usage="megatrain cache-logits [--logits-save-dir DIR] [--logits-save-top-k K] FLAGS",
     )
-    command.add_argument(
-        "--logits-save-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder (default: PREFIX.logits, of the first --data-path)",
-    )
-    command.add_argument(
-        "--logits-save-top-k", type=int, default=64, metavar="K", help="tokens kept (default: 64)"
-    )
-    command.add_argument(
-        "--logits-save-dtype",
-        choices=("fp16", "fp32"),
-        default="fp16",
-        help="of log-probabilities (default: fp16)",
-    )
+    command.add("--logits-save-dir DIR", "folder (default: PREFIX.logits, of the first --data-path)", of=Path)
+    command.add("--logits-save-top-k K", "tokens kept", 64, at_least=1)
+    command.add("--logits-save-dtype", "of log-probabilities", "fp16", choices=("fp16", "fp32"))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
+def run(arguments: argparse.Namespace) -> None:
+    """Write the most likely tokens of --export-kd-teacher-load for each token that a run trains on."""
     with joined_ranks(parse(arguments.run_flags)) as ranks:
         write_cache(
             ranks, arguments.logits_save_dir, arguments.logits_save_top_k, arguments.logits_save_dtype
         )
-    return 0
 
 
 def write_cache(ranks: Ranks, folder: Path | None, top_k: int, dtype: str) -> Path:

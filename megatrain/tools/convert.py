@@ -31,7 +31,7 @@ from megatrain.tools.checkpoint.rewrite import (
 from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
 from megatrain.tools.compare_logits import compare_logits
 from megatrain.tools.compare_tokenizers import compare_tokenizers
-from megatrain.tools.subcommands import RUN_FOLDER, add_command, add_commands, add_file_options
+from megatrain.tools.subcommands import RUN_FOLDER, CommandParser, add_command, add_file_options
 
 
 def add_flags(commands: Any) -> None:
@@ -42,135 +42,94 @@ def add_flags(commands: Any) -> None:
         description="Convert checkpoints from and to checkpoints of other programs, without a GPU. No code that they name is run.",
     )
     directions = convert.add_subparsers(dest="action", required=True, metavar="DIRECTION")
-    texts: dict[Callable[[argparse.Namespace], int], tuple[str, str]] = {
-        megatron_to_megatrain: (
-            "write a checkpoint of Megatron-LM as one of megatrain",
-            "--save folder of Megatron-LM, or one of its iter_NNNNNNN folders",
-        ),
-        megatrain_to_megatron: (
-            "write a checkpoint as one of Megatron-LM (torch_dist), with which its runs continue",
-            RUN_FOLDER,
-        ),
-        hf_to_megatrain: (
-            "write a folder of transformers (config.json, safetensors) as a checkpoint of megatrain, to start from",
-            "folder that save_pretrained wrote, or of a download",
-        ),
-        megatrain_to_hf: (
-            "write the weights of a checkpoint as a folder that from_pretrained of transformers reads",
-            RUN_FOLDER,
-        ),
-    }
-    _add_combine_flags(directions)
-    _add_peft_flags(directions)
-    parsers = add_commands(directions, {run: text for run, (text, _) in texts.items()})
-    for parser, (_, source) in zip(parsers.values(), texts.values(), strict=True):
-        parser.add_argument("source", metavar="PATH", help=source)
-        parser.add_argument("target", metavar="TARGET", help="folder to write to")
-    megatron, _, theirs, ours = parsers.values()
-    megatron.add_argument(
+    _add_combine(directions)
+    parser = _add_direction(directions, megatrain_to_peft)
+    parser.add(
+        "--base MODEL",
+        "name or folder of transformers of the model that they adapt, for adapter_config.json (default: none)",
+    )
+    parser = _add_direction(directions, peft_to_megatrain, "folder that save_pretrained of peft wrote")
+    parser.add("--base FOLDER", "folder of transformers of the model that it adapts", of=Path, required=True)
+    megatron = "--save folder of Megatron-LM, or one of its iter_NNNNNNN folders"
+    parser = _add_direction(directions, megatron_to_megatrain, megatron)
+    parser.add(
         "--allow-pickle",
-        action="store_true",
-        help="also read the format torch (mp_rank_*), whose files are pickled; no code in them is run",
+        "also read the format torch (mp_rank_*), whose files are pickled; no code in them is run",
     )
-    rows = {
-        megatron: "tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)",
-        theirs: "rows of the vocabulary to keep, such as the number of tokens of the tokenizer (default: all)",
-    }
-    for parser, text in rows.items():
-        parser.add_argument("--vocab-size", type=int, metavar="N", help=text)
-        parser.add_argument("--files", type=int, metavar="N", help="number of files (default: of 5 GB each)")
-    ours.add_argument(
-        "--architecture",
-        metavar="NAME",
-        help="class of transformers, such as MistralForCausalLM (default: the first that computes the same)",
+    rows = "tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)"
+    _add_sizes(parser, rows)
+    _add_direction(directions, megatrain_to_megatron)
+    folder = "folder that save_pretrained wrote, or of a download"
+    parser = _add_direction(directions, hf_to_megatrain, folder)
+    rows = "rows of the vocabulary to keep, such as the number of tokens of the tokenizer (default: all)"
+    _add_sizes(parser, rows)
+    parser = _add_direction(directions, megatrain_to_hf)
+    parser.add(
+        "--architecture NAME",
+        "class of transformers, such as MistralForCausalLM (default: the first that computes the same)",
     )
-    ours.add_argument(
-        "--image-token-id",
-        type=int,
-        metavar="N",
-        help="token that stands for an image, which no text has (default: --image-token-id of the run, else <image> of the"
+    parser.add(
+        "--image-token-id N",
+        "token that stands for an image, which no text has (default: --image-token-id of the run, else <image> of the"
         " tokenizer)",
+        of=int,
     )
-    ours.add_argument(
-        "--no-compare", action="store_true", help="do not load both models to compare their logits"
-    )
-    add_file_options(ours)
+    parser.add("--no-compare", "do not load both models to compare their logits")
+    add_file_options(parser)
 
 
-def _add_peft_flags(directions: Any) -> None:
-    texts: dict[Callable[[argparse.Namespace], int], tuple[str, str, str, str]] = {
-        megatrain_to_peft: (
-            "write the adapters of --lora-rank as a folder that peft reads",
-            RUN_FOLDER,
-            "name or folder of transformers of the model that they adapt, for adapter_config.json (default: none)",
-            "MODEL",
-        ),
-        peft_to_megatrain: (
-            "write a folder of peft, with the model that it adapts, as a checkpoint of megatrain, to start from",
-            "folder that save_pretrained of peft wrote",
-            "folder of transformers of the model that it adapts",
-            "FOLDER",
-        ),
-    }
-    parsers = add_commands(directions, {run: text for run, (text, *_) in texts.items()})
-    for parser, (run, (_, source, base, value)) in zip(parsers.values(), texts.items(), strict=True):
-        parser.add_argument("source", metavar="PATH", help=source)
-        parser.add_argument("target", metavar="TARGET", help="folder to write to")
-        parser.add_argument("--base", metavar=value, required=run is peft_to_megatrain, help=base)
+def _add_direction(
+    directions: Any, run: Callable[[argparse.Namespace], None], source: str = RUN_FOLDER
+) -> CommandParser:
+    """Add a direction with one source. `source`: help text of its path."""
+    parser = add_command(directions, run.__name__.replace("_", "-"), run)
+    parser.add("source PATH", source, of=Path)
+    parser.add("target TARGET", "folder to write to", of=Path)
+    return parser
 
 
-def _add_combine_flags(directions: Any) -> None:
-    text = "write a vision tower and a language model, with a new projector, as a checkpoint of megatrain, to start from"
-    parser = add_command(
-        directions, "combine", run=combine, help=text, description=f"{text[0].upper()}{text[1:]}."
-    )
-    parser.add_argument(
-        "tower",
-        metavar="TOWER",
-        help="folder of CLIPVisionModel, CLIPModel, SiglipVisionModel or SiglipModel",
-    )
-    parser.add_argument(
-        "language", metavar="LANGUAGE", help="folder of a language model, such as LlamaForCausalLM"
-    )
-    parser.add_argument("target", metavar="TARGET", help="folder to write to")
-    parser.add_argument(
-        "--feature-layer",
-        type=int,
-        metavar="N",
-        help="layer of the tower whose output the projector reads, counted from the end (default: -2 for CLIP, as in LLaVA,"
+def _add_sizes(parser: CommandParser, rows: str) -> None:
+    """Add the flags of a checkpoint that is written. `rows`: help text of --vocab-size."""
+    parser.add("--vocab-size N", rows, of=int, at_least=1)
+    parser.add("--files N", "number of files (default: of 5 GB each)", of=int, at_least=1)
+
+
+def _add_combine(directions: Any) -> None:
+    parser = add_command(directions, "combine", combine)
+    towers = "folder of CLIPVisionModel, CLIPModel, SiglipVisionModel or SiglipModel"
+    parser.add("tower TOWER", towers, of=Path)
+    parser.add("language LANGUAGE", "folder of a language model, such as LlamaForCausalLM", of=Path)
+    parser.add("target TARGET", "folder to write to", of=Path)
+    parser.add(
+        "--feature-layer N",
+        "layer of the tower whose output the projector reads, counted from the end (default: -2 for CLIP, as in LLaVA,"
         " -1 for SigLIP); later layers are left out",
+        of=int,
     )
-    parser.add_argument(
-        "--seed", type=int, default=1234, metavar="N", help="seed of the projector (default: 1234)"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="rows of the vocabulary to keep (default: all)"
-    )
-    parser.add_argument("--files", type=int, metavar="N", help="number of files (default: of 5 GB each)")
+    parser.add("--seed N", "seed of the projector", 1234)
+    _add_sizes(parser, "rows of the vocabulary to keep (default: all)")
 
 
-def combine(arguments: argparse.Namespace) -> int:
-    """Write a vision tower and a language model as a checkpoint of megatrain at iteration 0."""
-    target = Path(arguments.target)
+def combine(arguments: argparse.Namespace) -> None:
+    """Write a vision tower and a language model, with a new projector, as a checkpoint of megatrain, to start from."""
     reader = JoinedModel(
-        Path(arguments.tower),
-        Path(arguments.language),
+        arguments.tower,
+        arguments.language,
         vocab_size=arguments.vocab_size,
         feature_layer=arguments.feature_layer,
         seed=arguments.seed,
     )
-    write_checkpoint(reader, target, arguments.files)
+    write_checkpoint(reader, arguments.target, arguments.files)
     print(" ".join(reader.flags))
     print(
-        f"train the projector first: --pretrained-checkpoint {target} --load RUN --save RUN --freeze-LM --freeze-ViT, with"
+        f"train the projector first: --pretrained-checkpoint {arguments.target} --load RUN --save RUN --freeze-LM --freeze-ViT, with"
         " --use-checkpoint-args for the flags of the model; then more parts with --pretrained-checkpoint RUN"
     )
-    return 0
 
 
-def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
+def megatron_to_megatrain(arguments: argparse.Namespace) -> None:
     """Write a checkpoint of Megatron-LM as one of megatrain."""
-    source, target = _newest(Path(arguments.source)), Path(arguments.target)
+    source, target = _newest(arguments.source), arguments.target
     reader = MegatronCheckpoint(source, arguments.vocab_size, allows_format_torch=arguments.allow_pickle)
     if reader.has_buckets:
         raise MismatchError(
@@ -192,13 +151,12 @@ def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
         f"continue the run with --load {target} and --vocab-size {reader.vocab_size}, or the tokenizer of that size;"
         " `megatrain port SCRIPT.sh` translates the launch script"
     )
-    return 0
 
 
-def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
-    """Write a checkpoint as one of Megatron-LM, in its format torch_dist."""
-    target, disk = Path(arguments.target), Disk()
-    with opened(Path(arguments.source)) as reader:
+def megatrain_to_megatron(arguments: argparse.Namespace) -> None:
+    """Write a checkpoint as one of Megatron-LM (torch_dist), with which its runs continue."""
+    target, disk = arguments.target, Disk()
+    with opened(arguments.source) as reader:
         export = MegatronExport(reader)
         final = target / folder_name(reader.manifest.iteration)
         if final.exists():
@@ -217,13 +175,12 @@ def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
         )
     print(f"{final}: {len(export.tensors)} parameters, {size_text(export.num_bytes)}")
     print(f"continue the run in Megatron-LM with --load {target} --ckpt-format torch_dist --no-load-rng")
-    return 0
 
 
-def hf_to_megatrain(arguments: argparse.Namespace) -> int:
-    """Write a folder of transformers as a checkpoint of megatrain at iteration 0."""
-    target = Path(arguments.target)
-    reader = HfCheckpoint(Path(arguments.source), arguments.vocab_size)
+def hf_to_megatrain(arguments: argparse.Namespace) -> None:
+    """Write a folder of transformers (config.json, safetensors) as a checkpoint of megatrain, to start from."""
+    target = arguments.target
+    reader = HfCheckpoint(arguments.source, arguments.vocab_size)
     write_checkpoint(reader, target, arguments.files)
     print(f"{reader.family.architecture}: {shlex.join(reader.flags)}")
     for note in reader.notes:
@@ -240,13 +197,12 @@ def hf_to_megatrain(arguments: argparse.Namespace) -> int:
         f"start from the weights with --pretrained-checkpoint {target} --load RUN --save RUN, or --load {target} --finetune;"
         " --use-checkpoint-args takes the flags of the model, the sequence length and the tokenizer from it"
     )
-    return 0
 
 
-def megatrain_to_hf(arguments: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint as a folder of transformers; compare the logits of both."""
-    target, dtype = Path(arguments.target), DTYPE_NAMES.get(arguments.dtype)
-    with opened(Path(arguments.source)) as reader:
+def megatrain_to_hf(arguments: argparse.Namespace) -> None:
+    """Write the weights of a checkpoint as a folder that from_pretrained of transformers reads."""
+    target, dtype = arguments.target, DTYPE_NAMES.get(arguments.dtype)
+    with opened(arguments.source) as reader:
         export = HfExport(reader, arguments.architecture, image_token=arguments.image_token_id)
         weights = [
             TensorPart(
@@ -279,7 +235,7 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
         if export.family.is_tower:
             print("logits were not compared: a vision tower has none")
         if arguments.no_compare or export.family.is_tower:
-            return 0
+            return
         compared = compare_logits(
             reader,
             target,
@@ -288,33 +244,30 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
             auto_class=export.family.auto_class,
         )
     print(compared)
-    return 0
 
 
-def megatrain_to_peft(arguments: argparse.Namespace) -> int:
-    """Write the adapters of a checkpoint as a folder of peft."""
-    target, disk = Path(arguments.target), Disk()
+def megatrain_to_peft(arguments: argparse.Namespace) -> None:
+    """Write the adapters of --lora-rank as a folder that peft reads."""
+    target, disk = arguments.target, Disk()
     require_absent(target)
-    with opened(Path(arguments.source)) as reader:
+    with opened(arguments.source) as reader:
         files = peft_files(reader, arguments.base)
     num_bytes = sum(map(len, files.values()))
     with new_folder(target, num_bytes, disk) as temporary:
         for name, data in files.items():
             write_file(disk, temporary / name, data)
     print(f"{target}: {', '.join(files)}, {size_text(num_bytes)}")
-    return 0
 
 
-def peft_to_megatrain(arguments: argparse.Namespace) -> int:
-    """Write a folder of peft and its base as a checkpoint of megatrain at iteration 0."""
-    target = Path(arguments.target)
-    reader = PeftCheckpoint(Path(arguments.source), HfCheckpoint(Path(arguments.base)))
+def peft_to_megatrain(arguments: argparse.Namespace) -> None:
+    """Write a folder of peft, with the model that it adapts, as a checkpoint of megatrain, to start from."""
+    target = arguments.target
+    reader = PeftCheckpoint(arguments.source, HfCheckpoint(arguments.base))
     write_checkpoint(reader, target, None)
     print(
         f"train the adapters on with --pretrained-checkpoint {target} --use-checkpoint-args {shlex.join(reader.flags)};"
         " megatrain generate and megatrain-to-hf merge them"
     )
-    return 0
 
 
 def _newest(path: Path) -> Path:

@@ -5,17 +5,16 @@ Only the module of that subcommand is imported, so that `megatrain --help` answe
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, NoReturn
 
 from megatrain import __version__
-from megatrain.config.errors import Problem, is_unicode
-from megatrain.config.schema.tree import closest_name
+from megatrain.config.errors import ConfigError, describe, is_unicode
 from megatrain.process.exit_deadline import run_program
 from megatrain.process.streams import StandardStreams
+from megatrain.tools.subcommands import UNKNOWN, CommandParser
 
 COMMANDS: Final = {
     "cache-logits": ("cache_logits", "write the outputs of a teacher for the samples of a run"),
@@ -45,21 +44,6 @@ COMMANDS: Final = {
 """The module of each subcommand below megatrain.tools, with `add_flags`, and its line of help."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors have megatrain's form: the problem, then a fix."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        unknown = [word for word in message.split() if word.startswith("--")] if _UNKNOWN in message else []
-        known = [flag for action in self._actions for flag in action.option_strings]
-        near = next((closest_name(word, known) for word in unknown), None)
-        fix = f"did you mean {near}?" if near else f"see `{self.prog} --help`"
-        print(f"error: {Problem(message, fix)}", file=sys.stderr)
-        sys.exit(2)
-
-
-_UNKNOWN = "unrecognized arguments"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit code. It ends, quietly, if its output is closed."""
     try:
@@ -71,19 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    for word in argv:
-        if not is_unicode(word):
-            _Parser(prog="megatrain").error(f"{word!r} is not UTF-8")
     words = _with_action(argv)
-    arguments, others = parser(
-        next((word for word in words if not word.startswith("-")), "")
-    ).parse_known_args(words)
-    if others and not arguments.takes_run_flags:
-        arguments.parser.error(f"{_UNKNOWN}: {' '.join(others)}")
+    try:
+        found = parser(next((word for word in words if not word.startswith("-")), ""))
+        for word in argv:
+            if not is_unicode(word):
+                found.error(f"{word!r} is not UTF-8")
+        arguments, others = found.parse_known_args(words)
+        if others and not arguments.takes_run_flags:
+            arguments.parser.error(f"{UNKNOWN}: {' '.join(others)}")
+    except ConfigError as error:
+        print(describe(error), file=sys.stderr)
+        return error.exit_code
     arguments.run_flags = others
     from megatrain.training.launch.ranks import report_errors  # noqa: PLC0415 (imports torch)
 
-    return report_errors(lambda: arguments.run(arguments))
+    return report_errors(lambda: arguments.run(arguments) or 0)
 
 
 def _with_action(words: Sequence[str]) -> Sequence[str]:
@@ -101,13 +88,13 @@ def program() -> NoReturn:
     run_program(main)
 
 
-def parser(command: str = "") -> argparse.ArgumentParser:
+def parser(command: str = "") -> CommandParser:
     """Return the parser of a subcommand; of any other word, the one that lists all subcommands.
 
     A subcommand sets `parser`, its own parser, `run`, the function that runs it, and `takes_run_flags`, whether it accepts the
     flags of pretrain.py.
     """
-    found = _Parser(prog="megatrain", description="Tools around pretrain.py.", allow_abbrev=False)
+    found = CommandParser(prog="megatrain", description="Tools around pretrain.py.", allow_abbrev=False)
     found.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
     if command in COMMANDS:

@@ -12,7 +12,7 @@ from typing import Any
 from megatrain import __version__
 from megatrain.config.errors import ConfigError
 from megatrain.tools.report_data import RunData, all_settings, differing_settings, read_runs
-from megatrain.tools.subcommands import add_command
+from megatrain.tools.subcommands import add_command, write_output
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _DATA_MARK = "/* data of the runs */"
@@ -20,21 +20,14 @@ _DATA_MARK = "/* data of the runs */"
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain report`."""
-    report = add_command(
-        commands,
-        "report",
-        run=run,
-        description="Write one HTML page with the curves, evaluations and settings of runs. It needs no network.",
-    )
-    report.add_argument("runs", nargs="+", metavar="RUN", help="--save folder or --metrics-file of a run")
-    report.add_argument(
-        "--output", default="report.html", metavar="FILE", help="page to write (default: report.html)"
-    )
+    report = add_command(commands, "report", run)
+    report.add("runs RUN ...", "--save folder or --metrics-file of a run")
+    report.add("--output FILE", "page to write", Path("report.html"))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
-    output = Path(arguments.output)
+def run(arguments: argparse.Namespace) -> None:
+    """Write one HTML page with the curves, evaluations and settings of runs. It needs no network."""
+    output: Path = arguments.output
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
             f"--output {output}: the report is an HTML page",
@@ -42,13 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     runs = read_runs(arguments.runs)
     text = page(runs)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output}: {error.strerror or error}", fix="name a file in a folder that can be written"
-        ) from error
+    write_output(output, text)
     for one in runs:
         loss = one.summary["loss"]
         suffix = f", loss {loss:.4f} (mean of the last)" if loss is not None else ""
@@ -56,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         if one.note is not None:
             print(f"{one.name}: its settings are unknown: {one.note}")
     print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB, open it in a browser")
-    return 0
 
 
 def page(runs: Sequence[RunData]) -> str:

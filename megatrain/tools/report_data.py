@@ -109,6 +109,11 @@ class RunData:
     last_activity: float = 0.0
     """Time of the last write of metrics or status, in seconds since the epoch."""
 
+    def recent(self, curve: str, count: int) -> float | None:
+        """Return the median of the last points of a curve; None: it has none."""
+        found = [value for value in self.curves.get(curve, [])[-count:] if value is not None]
+        return statistics.median(found) if found else None
+
 
 def read_runs(texts: Sequence[str]) -> list[RunData]:
     """Read the runs that a command line names. Raises what `read_run` raises."""

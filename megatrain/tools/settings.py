@@ -12,20 +12,13 @@ from megatrain.tools.subcommands import add_command
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain settings`."""
-    command = add_command(
-        commands,
-        "settings",
-        run=run,
-        description="Print every flag and YAML key with its values, default and meaning, as Markdown tables.",
-    )
-    command.add_argument(
+    command = add_command(commands, "settings", run)
+    command.add(
         "--differences",
-        action="store_true",
-        help="print instead the defaults that differ from Megatron-LM's, and its flags that are not settings here",
+        "print instead the defaults that differ from Megatron-LM's, and its flags that are not settings here",
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+def run(arguments: argparse.Namespace) -> None:
+    """Print every flag and YAML key with its values, default and meaning, as Markdown tables."""
     print(docs_differences() if arguments.differences else docs_reference(), end="")
-    return 0

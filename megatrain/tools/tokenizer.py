@@ -78,67 +78,30 @@ def add_flags(commands: Any) -> None:
         commands, "tokenizer", description="Train a tokenizer on text, or compare several."
     )
     actions = tokenizer.add_subparsers(dest="action", required=True, metavar="ACTION")
-    train = add_command(
-        actions,
-        "train",
-        run=run_train,
-        help="train a tokenizer on text",
-        description="Train a tokenizer, and write the files that --tokenizer-type HuggingFaceTokenizer and transformers load.",
-    )
-    train.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write")
-    train.add_argument(
-        "--vocab-size", type=int, required=True, metavar="N", help="tokens, special ones included"
-    )
+    train = add_command(actions, "train", run_train, help="train a tokenizer on text")
+    train.add("--output FOLDER", "folder to write", of=Path, required=True)
+    train.add("--vocab-size N", "tokens, special ones included", of=int, required=True)
     kinds = "; ".join(f"{name}: {text}" for name, text in _KINDS.items())
-    train.add_argument(
-        "--kind", choices=tuple(_KINDS), default="byte-level", help=f"{kinds} (default: byte-level)"
-    )
-    train.add_argument(
-        "--eos-token",
-        default="<|endoftext|>",
-        metavar="TOKEN",
-        help="token that ends documents (default: <|endoftext|>)",
-    )
-    train.add_argument(
-        "--special-tokens", nargs="+", default=[], metavar="TOKEN", help="further special tokens"
-    )
+    train.add("--kind", kinds, "byte-level", choices=tuple(_KINDS))
+    train.add("--eos-token TOKEN", "token that ends documents", "<|endoftext|>")
+    train.add("--special-tokens TOKEN ...", "further special tokens", ())
     compare = add_command(
-        actions,
-        "compare",
-        run=run_compare,
-        help="compare tokenizers by the tokens that they need",
-        description="Print the tokens that each tokenizer makes of the same text.",
+        actions, "compare", run_compare, help="compare tokenizers by the tokens that they need"
     )
-    compare.add_argument(
-        "tokenizers",
-        nargs="+",
-        metavar="TOKENIZER",
-        help="tokenizer.json, a folder with one, or a SentencePiece .model",
-    )
+    compare.add("tokenizers TOKENIZER ...", "tokenizer.json, a folder with one, or a SentencePiece .model")
     for parser in (train, compare):
-        parser.add_argument(
-            "--input",
-            nargs="+",
+        parser.add(
+            "--input FILE ...",
+            "text, as preprocess_data.py reads it: JSON Lines, .txt, .parquet, compressed, folders, quoted globs",
             required=True,
-            metavar="FILE",
-            help="text, as preprocess_data.py reads it: JSON Lines, .txt, .parquet, compressed, folders, quoted globs",
         )
-        parser.add_argument(
-            "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the text (default: text)"
-        )
-        parser.add_argument(
-            "--on-bad-line",
-            choices=("stop", "skip"),
-            default="stop",
-            help="lines without text (default: stop)",
-        )
-        parser.add_argument(
-            "--max-mb", type=float, metavar="MB", help="read the first megabytes of text only (default: all)"
-        )
+        parser.add("--json-keys KEY ...", "keys of the text", ("text",))
+        parser.add("--on-bad-line", "lines without text", "stop", choices=("stop", "skip"))
+        parser.add("--max-mb MB", "read the first megabytes of text only (default: all)", of=float, above=0)
 
 
-def run_train(arguments: argparse.Namespace) -> int:
-    """Train a tokenizer and write its files."""
+def run_train(arguments: argparse.Namespace) -> None:
+    """Train a tokenizer, and write the files that --tokenizer-type HuggingFaceTokenizer and transformers load."""
     kind, folder = arguments.kind, arguments.output
     own = {"byte-level": {}, "wordpiece": _BERT}.get(kind, _UNKNOWN)
     special = list(dict.fromkeys([arguments.eos_token, *own.values(), *arguments.special_tokens]))
@@ -167,11 +130,10 @@ def run_train(arguments: argparse.Namespace) -> int:
         else f", of --vocab-size {arguments.vocab_size}: the text has no more"
     )
     print(f"{folder}: {size} tokens{few}\n  --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}")
-    return 0
 
 
-def run_compare(arguments: argparse.Namespace) -> int:
-    """Print a table of tokens per byte."""
+def run_compare(arguments: argparse.Namespace) -> None:
+    """Print the tokens that each tokenizer makes of the same text."""
     loaded = [(name, load_tokenizer(_config_of(name))) for name in arguments.tokenizers]
     counts, exact = [0] * len(loaded), [0] * len(loaded)
     num_texts = num_bytes = 0
@@ -191,7 +153,6 @@ def run_compare(arguments: argparse.Namespace) -> int:
         rates = f"{count / num_bytes:.4f}", f"{num_bytes / max(count, 1):.3f}", f"{same / num_texts:.1%}"
         print(_ROW.format(tokenizer.vocab_size, f"{count:,}", *rates, name))
     print("exact: documents that decode to the same text")
-    return 0
 
 
 def _config_of(name: str) -> TokenizerConfig:

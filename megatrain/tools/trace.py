@@ -12,16 +12,10 @@ from megatrain.training.debugging.trace_summary import read_trace
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain trace`."""
-    trace = add_command(
-        commands,
-        "trace",
-        run=run,
-        description="Print compute, exposed communication and idle time of a trace of --profile, as the run does for rank 0.",
-    )
-    trace.add_argument("file", metavar="FILE", help="trace that --profile wrote, such as rank1.json.gz")
+    trace = add_command(commands, "trace", run)
+    trace.add("file FILE", "trace that --profile wrote, such as rank1.json.gz", of=Path)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
-    print(read_trace(Path(arguments.file)).text())
-    return 0
+def run(arguments: argparse.Namespace) -> None:
+    """Print compute, exposed communication and idle time of a trace of --profile, as the run does for rank 0."""
+    print(read_trace(arguments.file).text())

@@ -31,23 +31,14 @@ _CLEAR: Final = "\x1b[H\x1b[2J"
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain watch`."""
-    watch = add_command(
-        commands,
-        "watch",
-        run=run,
-        description="Show progress, curves, evaluations and saves of runs, and repeat it until Ctrl-C.",
-    )
-    watch.add_argument("runs", nargs="+", metavar="RUN", help="--save folder or --metrics-file of a run")
-    watch.add_argument(
-        "--interval", type=float, default=5.0, metavar="SECONDS", help="time between two looks (default: 5)"
-    )
-    watch.add_argument(
-        "--once", action="store_true", help="print the state once; the default without a terminal"
-    )
+    watch = add_command(commands, "watch", run)
+    watch.add("runs RUN ...", "--save folder or --metrics-file of a run")
+    watch.add("--interval SECONDS", "time between two looks", 5.0)
+    watch.add("--once", "print the state once; the default without a terminal")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+def run(arguments: argparse.Namespace) -> None:
+    """Show progress, curves, evaluations and saves of runs, and repeat it until Ctrl-C."""
     while True:
         (width, height), now = shutil.get_terminal_size(), time.time()
         is_terminal = sys.stdout.isatty()
@@ -56,12 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         if arguments.once or not is_terminal:
             print("\n\n".join(runs))
-            return 0
+            return
         print(f"{_CLEAR}{fitted(runs, height)}\n\nCtrl-C ends the display, not the runs", flush=True)
         try:
             time.sleep(max(arguments.interval, 0.1))
         except KeyboardInterrupt:
-            return 0
+            return
 
 
 def fitted(runs: Sequence[str], height: int) -> str:
@@ -158,16 +149,14 @@ def _target(run: RunData) -> int | None:
 
 
 def _iteration_seconds(run: RunData) -> float | None:
-    found = [value for value in run.curves.get("iteration_ms", [])[-_RECENT:] if value is not None]
-    return statistics.median(found) / 1000 if found else None
+    found = run.recent("iteration_ms", _RECENT)
+    return None if found is None else found / 1000
 
 
 def _speed(run: RunData) -> str:
-    found = [
-        value for value in run.curves.get("tokens_per_second_per_gpu", [])[-_RECENT:] if value is not None
-    ]
+    speed = run.recent("tokens_per_second_per_gpu", _RECENT)
     per_iteration, mfu = _iteration_seconds(run), run.summary["mfu"]
-    parts = [f"{statistics.median(found):,.0f} tokens/s per rank"] if found else []
+    parts = [f"{speed:,.0f} tokens/s per rank"] if speed is not None else []
     parts += [f"MFU {mfu:.1%}"] if mfu is not None else []
     parts += [f"{per_iteration:.3g} s an iteration"] if per_iteration is not None else []
     return ", ".join(parts) or "not known yet"

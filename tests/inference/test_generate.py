@@ -114,7 +114,7 @@ def test_the_context_ends_a_text(command: Command) -> None:
         (["--prompt", "1", "--stop-words", ""], "--stop-words"),
         (["--prompt", "1", "--log-probs", "1000"], "--log-probs"),
         (["--prompt", "1", "--termination-id", "29"], "--termination-id 29: the vocabulary has ids 0 to 28"),
-        (["--prompt", "1", "--cache-gb", "0"], "--cache-gb 0.0"),
+        (["--prompt", "1", "--cache-gb", "0"], "--cache-gb 0 "),
         (["--prompt", "1", "--cache-gb", "1e-9"], "needs a cache of"),
         (["--prompt", "1", "--max-sequences", "0"], "--max-sequences 0"),
         (["--prompt-file", "missing.jsonl"], "missing.jsonl"),

@@ -478,7 +478,7 @@ def test_requests_have_a_time_limit_and_a_full_queue_refuses(folder: Path, tmp_p
         (["--port", "99999"], "--port 99999"),
         (["--max-context", "201"], "--max-context 201: the model's context has 200"),
         (["--termination-id", "29"], "--termination-id 29"),
-        (["--request-seconds", "0"], "--request-seconds 0.0"),
+        (["--request-seconds", "0"], "--request-seconds 0 "),
         (["--idle-seconds", "0"], "--idle-seconds 0"),
         (["--cache-gb", "1e-9"], "needs a cache of"),
         (["--host", "192.0.2.1"], "--host '192.0.2.1'"),

@@ -269,7 +269,7 @@ def test_an_error_has_a_remedy(name: str, prefix: str, capsys: pytest.CaptureFix
     [
         ([], "the following arguments are required: ACTION"),
         (["inspect", "a", "--documnet", "3"], "--document?"),
-        (["inspect", "a", "--document", "x"], "see `megatrain data inspect --help`"),
+        (["inspect", "a", "--document", "x"], "fix: give --document a whole number"),
         (["sample", "--of", "train"], "the following arguments are required: --index"),
         (["merge", "a"], "the following arguments are required: --output-prefix"),
     ],
@@ -277,8 +277,7 @@ def test_an_error_has_a_remedy(name: str, prefix: str, capsys: pytest.CaptureFix
 def test_an_invalid_command_line_is_an_error(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["data", *arguments])
+    assert main(["data", *arguments]) == 2
     assert part in capsys.readouterr().err
 
 

@@ -128,8 +128,8 @@ def test_a_fix_changes_the_flags_that_it_names(fix: str, expected: str | None) -
 def test_a_fix_that_is_refused_in_turn_is_a_finding(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = RunTable(folder)
     assert [*table.accepted([("tp3", "sp", "odd")])] == []
-    assert table.findings.kinds == {"refused": 1}
-    assert table.findings.refused_fixes == {}
+    assert table.kinds == {"refused": 1}
+    assert table.refused_fixes == {}
     assert table.print_summary()
     with mock.patch.object(table_module, "fixed_start", lambda start, _: start):  # a fix that changes nothing
         assert [*table.accepted([("tp3", "sp", "odd")])] == []
@@ -251,7 +251,7 @@ def test_a_planted_fault_is_found_and_shrunk_to_a_pair_of_commands(
     )
     assert len(words) > 6
     assert table.run(1, words).kind == "differs"
-    assert table.findings.cases == {("tp2",): "differs"}
+    assert table.cases == {("tp2",): "differs"}
     out = capsys.readouterr().out
     alone, layout = (line.split(" pretrain.py ") for line in out.splitlines() if " pretrain.py " in line)
     assert (alone[0].strip(), layout[0].strip()) == ("python", "torchrun --nproc-per-node 2")

@@ -30,9 +30,9 @@ from megatrain.tools.checkpoint.rewrite import write_checkpoint
 from megatrain.tools.checkpoint.source import no_checkpoint, opened
 
 
-def average(arguments: argparse.Namespace) -> int:
-    """Write the mean of the weights of checkpoints."""
-    paths = [Path(source) for source in arguments.sources]
+def average(arguments: argparse.Namespace) -> None:
+    """Write the mean of the weights of several checkpoints as a checkpoint of weights alone."""
+    paths = arguments.sources
     if arguments.last is not None:
         paths = _newest(paths, arguments.last)
     with ExitStack() as stack:
@@ -41,8 +41,7 @@ def average(arguments: argparse.Namespace) -> int:
         print(
             f"mean of the {'averages' if arguments.ema else 'weights'} of {', '.join(str(one.path) for one in readers)}"
         )
-        write_checkpoint(mean, Path(arguments.target), None)
-    return 0
+        write_checkpoint(mean, arguments.target, None)
 
 
 class MeanReader(TensorReader):
@@ -105,10 +104,10 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 
 def _newest(paths: Sequence[Path], count: int) -> list[Path]:
     """Return the newest intact checkpoints of a run, the newest last."""
-    if len(paths) != 1 or count < 1:
+    if len(paths) != 1:
         raise ConfigError(
             f"--last {count} of {len(paths)} folders",
-            fix="give --last a number of 1 or more, and one --save folder of a run",
+            fix="give --last with one --save folder of a run",
         )
     found = sorted(
         (one for one in find_checkpoints(paths[0]) if one.problem is None), key=lambda one: one.iteration

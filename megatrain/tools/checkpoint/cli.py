@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatrain.tools.checkpoint.average import average
 from megatrain.tools.checkpoint.contents import diff, inspect
 from megatrain.tools.checkpoint.folders import ls, prune, verify
 from megatrain.tools.checkpoint.rewrite import export_weights, merge_lora, reshard
-from megatrain.tools.subcommands import RUN_FOLDER, add_command, add_commands, add_file_options
+from megatrain.tools.subcommands import RUN_FOLDER, add_command, add_file_options
 
 
 def add_flags(commands: Any) -> None:
@@ -22,55 +21,39 @@ def add_flags(commands: Any) -> None:
         " valid checkpoint, or one of its iter_NNNNNNN folders.",
     )
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
-    texts: dict[Callable[[argparse.Namespace], int], str] = {
-        ls: "list the checkpoints of a folder: committed, partial or damaged",
-        verify: "read all data and compare it with the checksums",
-        inspect: "print state, configuration and tensors",
-        diff: "name the tensors that differ, with their largest differences",
-        prune: "remove older checkpoints",
-        reshard: "write a checkpoint again, with another number of files",
-        average: "write the mean of the weights of several checkpoints as a checkpoint of weights alone",
-        merge_lora: "write the weights with the adapters of --lora-rank merged into them, as a checkpoint",
-        export_weights: "write the weights as plain safetensors files with an index",
-    }
-    parsers = add_commands(actions, texts)
-    for name in ("ls", "prune"):
-        parsers[name].add_argument("folder", metavar="FOLDER", help="--save folder of a run")
-    for name in ("verify", "inspect"):
-        parsers[name].add_argument("path", metavar="PATH", help=RUN_FOLDER)
-    for name in ("reshard", "merge-lora", "export-weights"):
-        parsers[name].add_argument("source", metavar="PATH", help=RUN_FOLDER)
-        parsers[name].add_argument("target", metavar="TARGET", help="folder to write to")
-    parsers["average"].add_argument("sources", metavar="PATH", nargs="+", help=RUN_FOLDER)
-    parsers["average"].add_argument("target", metavar="TARGET", help="folder to write to")
-    parsers["average"].add_argument(
-        "--last", type=int, metavar="N", help="the newest N checkpoints of the one PATH (default: the newest)"
-    )
-    parsers["average"].add_argument(
-        "--ema", action="store_true", help="take the averages of --ema-decay in place of the weights"
-    )
-    for name in ("ls", "inspect"):
-        parsers[name].add_argument("--json", action="store_true", help="print JSON")
-    parsers["inspect"].add_argument(
-        "--tensors",
-        default="*",
-        metavar="PATTERN",
-        help="only tensors with such names; * is any text (default: all)",
-    )
-    parsers["inspect"].add_argument(
-        "--norms", action="store_true", help="read all data for norms, largest values and non-finite counts"
-    )
-    parsers["diff"].add_argument("first", metavar="PATH", help="the first checkpoint")
-    parsers["diff"].add_argument("second", metavar="PATH", help="the second checkpoint")
-    parsers["diff"].add_argument(
-        "--all", action="store_true", help="compare optimizer state too (default: weights)"
-    )
-    parsers["prune"].add_argument(
-        "--keep-last", type=int, required=True, metavar="N", help="keep the newest N; at least 2"
-    )
-    parsers["prune"].add_argument(
-        "--retain-interval", type=int, metavar="N", help="also keep multiples of N iterations"
-    )
-    parsers["prune"].add_argument("--dry-run", action="store_true", help="print what would be removed")
-    parsers["reshard"].add_argument("--files", type=int, required=True, metavar="N", help="number of files")
-    add_file_options(parsers["export-weights"])
+    parser = add_command(actions, "ls", ls)
+    parser.add("folder FOLDER", "--save folder of a run", of=Path)
+    parser.add("--json", "print JSON")
+    parser = add_command(actions, "verify", verify)
+    parser.add("path PATH", RUN_FOLDER, of=Path)
+    parser = add_command(actions, "inspect", inspect)
+    parser.add("path PATH", RUN_FOLDER, of=Path)
+    parser.add("--json", "print JSON")
+    parser.add("--tensors PATTERN", "only tensors with such names; * is any text (default: all)", "*")
+    parser.add("--norms", "read all data for norms, largest values and non-finite counts")
+    parser = add_command(actions, "diff", diff)
+    parser.add("first PATH", "the first checkpoint", of=Path)
+    parser.add("second PATH", "the second checkpoint", of=Path)
+    parser.add("--all", "compare optimizer state too (default: weights)")
+    parser = add_command(actions, "prune", prune)
+    parser.add("folder FOLDER", "--save folder of a run", of=Path)
+    parser.add("--keep-last N", "keep the newest N; at least 2", of=int, required=True)
+    parser.add("--retain-interval N", "also keep multiples of N iterations", of=int, at_least=1)
+    parser.add("--dry-run", "print what would be removed")
+    parser = add_command(actions, "reshard", reshard)
+    parser.add("source PATH", RUN_FOLDER, of=Path)
+    parser.add("target TARGET", "folder to write to", of=Path)
+    parser.add("--files N", "number of files", of=int, required=True, at_least=1)
+    parser = add_command(actions, "average", average)
+    parser.add("sources PATH ...", RUN_FOLDER, of=Path)
+    parser.add("target TARGET", "folder to write to", of=Path)
+    newest = "the newest N checkpoints of the one PATH (default: the newest)"
+    parser.add("--last N", newest, of=int, at_least=1)
+    parser.add("--ema", "take the averages of --ema-decay in place of the weights")
+    parser = add_command(actions, "merge-lora", merge_lora)
+    parser.add("source PATH", RUN_FOLDER, of=Path)
+    parser.add("target TARGET", "folder to write to", of=Path)
+    parser = add_command(actions, "export-weights", export_weights)
+    parser.add("source PATH", RUN_FOLDER, of=Path)
+    parser.add("target TARGET", "folder to write to", of=Path)
+    add_file_options(parser)

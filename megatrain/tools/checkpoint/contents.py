@@ -42,9 +42,9 @@ class Statistics:
         self.largest = max(self.largest, float(finite.abs().max()) if finite.numel() else 0.0)
 
 
-def inspect(arguments: argparse.Namespace) -> int:
-    """Print the counters, state, configuration and tensors of a checkpoint."""
-    with opened(Path(arguments.path)) as reader:
+def inspect(arguments: argparse.Namespace) -> None:
+    """Print state, configuration and tensors."""
+    with opened(arguments.path) as reader:
         manifest, pattern = reader.manifest, arguments.tensors
         names = [name for name in sorted(manifest.tensors) if fnmatch.fnmatchcase(name, pattern)]
         if not names:
@@ -59,7 +59,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         print(
             json.dumps({**described, "config": manifest.config, "state": manifest.state, "tensors": tensors})
         )
-        return 0
+        return
     for name, value in described.items():
         print(f"{name:<24}{value}")
     print("state")
@@ -71,13 +71,16 @@ def inspect(arguments: argparse.Namespace) -> int:
     print("tensors")
     for row in tensors:
         print("  " + _row_text(row))
-    return 0
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Print the differences of two checkpoints; return 1 if there are any."""
-    with opened(Path(arguments.first)) as first, opened(Path(arguments.second)) as second:
-        kinds = _kinds(first.manifest) if arguments.all else {"weight"}
+    """Name the tensors that differ, with their largest differences.
+
+    Returns 1 if there are differences.
+    """
+    with opened(arguments.first) as first, opened(arguments.second) as second:
+        own = {kind for tensor in first.manifest.tensors.values() for kind in tensor.kinds}
+        kinds = own if arguments.all else {"weight"}
         lines = list(_structural_differences(first.manifest, second.manifest, kinds))
         found = sorted(_differences(first, second, kinds), key=lambda one: -one.relative)
         print(f"{first.path} (iteration {first.manifest.iteration})")
@@ -162,10 +165,6 @@ def _changed_settings(config: Mapping[str, Mapping[str, Any]]) -> dict[str, list
             text = setting.flag if value is True else f"{setting.flag} {_shortened(value)}"
             found.setdefault(setting.section, []).append(text)
     return found
-
-
-def _kinds(manifest: Manifest) -> set[str]:
-    return {kind for tensor in manifest.tensors.values() for kind in tensor.kinds}
 
 
 def _is_in(part: TensorPart, manifest: Manifest) -> bool:

@@ -48,14 +48,14 @@ class Entry:
     """A sentence about the files of a local checkpoint that are on other nodes only."""
 
 
-def ls(arguments: argparse.Namespace) -> int:
-    """Print the checkpoints of a folder, oldest first."""
-    entries = list(entries_of(Path(arguments.folder)))
+def ls(arguments: argparse.Namespace) -> None:
+    """List the checkpoints of a folder: committed, partial or damaged."""
+    entries = list(entries_of(arguments.folder))
     if arguments.json:
         print(json.dumps([dataclasses.asdict(entry) for entry in entries]))
-        return 0
+        return
     if not entries:
-        raise no_checkpoint(Path(arguments.folder))
+        raise no_checkpoint(arguments.folder)
     print(f"{'iteration':>10}  {'status':<9}  {'size':>10}  {'samples':>12}  {'age':>12}  folder")
     for entry in entries:
         number = "" if entry.iteration is None else str(entry.iteration)
@@ -67,7 +67,6 @@ def ls(arguments: argparse.Namespace) -> int:
         )
         for note in filter(None, (entry.problem, entry.elsewhere)):
             print(f"{'':>10}  {note}")
-    return 0
 
 
 def entries_of(folder: Path) -> Iterator[Entry]:
@@ -105,10 +104,10 @@ def _status(found: Candidate) -> Literal["committed", "damaged", "Megatron"]:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Read every byte of the checkpoints in a folder, or of one, and compare it with the checksums; return the exit code."""
-    found = [one for one in find_checkpoints(Path(arguments.path)) if one.problem != OF_MEGATRON]
+    """Read all data and compare it with the checksums."""
+    found = [one for one in find_checkpoints(arguments.path) if one.problem != OF_MEGATRON]
     if not found:
-        raise no_checkpoint(Path(arguments.path))
+        raise no_checkpoint(arguments.path)
     num_damaged = 0
     for candidate in reversed(found):
         problems = _problems(candidate)
@@ -131,13 +130,15 @@ def _problems(candidate: Candidate) -> list[str]:
         return verify_files(candidate.path, progress.add)
 
 
-def prune(arguments: argparse.Namespace) -> int:
-    """Remove the checkpoints that are older than the newest N whose data are intact, or print which ones.
+def prune(arguments: argparse.Namespace) -> None:
+    """Remove older checkpoints.
+
+    The newest N whose data are intact stay; --dry-run prints the others.
 
     Raises:
         NoCheckpointError: none is intact.
     """
-    folder = Path(arguments.folder)
+    folder = arguments.folder
     if arguments.keep_last < 2:
         raise ConfigError(
             f"--keep-last {arguments.keep_last}: the newest two checkpoints always stay",
@@ -172,7 +173,6 @@ def prune(arguments: argparse.Namespace) -> int:
         )
     if not removed:
         print(f"nothing to remove in {folder}")
-    return 0
 
 
 def _size(path: Path) -> int:

@@ -41,20 +41,18 @@ DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def reshard(arguments: argparse.Namespace) -> int:
+def reshard(arguments: argparse.Namespace) -> None:
     """Write a checkpoint again, with another number of files."""
-    with opened(Path(arguments.source)) as reader:
-        write_checkpoint(reader, Path(arguments.target), arguments.files)
-    return 0
+    with opened(arguments.source) as reader:
+        write_checkpoint(reader, arguments.target, arguments.files)
 
 
-def merge_lora(arguments: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint with its adapters merged into them."""
-    with opened(Path(arguments.source)) as reader:
+def merge_lora(arguments: argparse.Namespace) -> None:
+    """Write the weights with the adapters of --lora-rank merged into them, as a checkpoint."""
+    with opened(arguments.source) as reader:
         if merged(reader) is reader:
             raise ConfigError(f"{reader.path} has no adapters", fix="use the checkpoint as it is")
-        write_checkpoint(merged(reader), Path(arguments.target), None)
-    return 0
+        write_checkpoint(merged(reader), arguments.target, None)
 
 
 def write_checkpoint(reader: TensorReader, target: Path, num_files: int | None) -> None:
@@ -68,8 +66,6 @@ def write_checkpoint(reader: TensorReader, target: Path, num_files: int | None) 
         raise ConfigError(
             f"{final if final.exists() else target} is a checkpoint", fix="name another target folder"
         )
-    if num_files is not None and num_files < 1:
-        raise ConfigError(f"--files {num_files} is not a number of files", fix="use --files 1 or more")
     parts = list(_boxes(reader))
     total = sum(part.num_bytes for part in parts)
     files = _balanced(parts, num_files or math.ceil(total / _FILE_BYTES))
@@ -79,12 +75,11 @@ def write_checkpoint(reader: TensorReader, target: Path, num_files: int | None) 
     print(f"{final}: {len(files)} {'file' if len(files) == 1 else 'files'}, {size_text(total)}")
 
 
-def export_weights(arguments: argparse.Namespace) -> int:
-    """Write the weights alone as plain safetensors files, with an index."""
-    with opened(Path(arguments.source)) as reader:
+def export_weights(arguments: argparse.Namespace) -> None:
+    """Write the weights as plain safetensors files with an index."""
+    with opened(arguments.source) as reader:
         weights = list(_whole_weights(reader, DTYPE_NAMES.get(arguments.dtype)))
-        write_weights(reader, weights, Path(arguments.target), max_file_gb=arguments.max_file_gb)
-    return 0
+        write_weights(reader, weights, arguments.target, max_file_gb=arguments.max_file_gb)
 
 
 def write_weights(
@@ -149,7 +144,10 @@ def _temporary_folder(final: Path, num_bytes: int, target: Path, disk: Disk) -> 
                 f"{final}: another process has created it", fix="name another target folder"
             ) from error
         if isinstance(error, OSError):
-            raise _write_failed(error, target) from error
+            raise CheckpointError(
+                f"{error.filename or target}: {error.strerror} (errno {error.errno})",
+                fix="free space or repair the storage of the target, or name another; the source is unchanged",
+            ) from error
         raise
 
 
@@ -285,11 +283,3 @@ def _filled(parts: Sequence[TensorPart], max_bytes: int) -> Iterator[list[Tensor
             file = []
         file.append(part)
     yield file
-
-
-def _write_failed(error: OSError, target: Path) -> CheckpointError:
-    name = error.filename or target
-    return CheckpointError(
-        f"{name}: {error.strerror} (errno {error.errno})",
-        fix="free space or repair the storage of the target, or name another; the source is unchanged",
-    )

@@ -35,7 +35,7 @@ from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.images import SUFFIXES, described_images, inspect_rows
 from megatrain.tools.data.inspect import inspect, printable, shown_ids
 from megatrain.tools.data.masked import described_masked
-from megatrain.tools.subcommands import RUN_FLAGS, add_command
+from megatrain.tools.subcommands import CommandParser, add_command
 from megatrain.training.batches import build_samples
 from megatrain.training.launch.facts import gather_data_facts, plan_on_any_device
 
@@ -44,9 +44,7 @@ def add_flags(commands: Any) -> None:
     """Add `megatrain data ...`."""
     texts = field_help()
     data = add_command(
-        commands,
-        "data",
-        description="A dataset is named by its prefix: the path without .bin and .idx.",
+        commands, "data", description="A dataset is named by its prefix: the path without .bin and .idx."
     )
     actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
 
@@ -54,49 +52,37 @@ def add_flags(commands: Any) -> None:
     sample = add_command(
         actions,
         "sample",
-        run=run_sample,
+        run_sample,
         takes_run_flags=True,
         help="show one sample exactly as training reads it",
         usage="%(prog)s FLAGS --of {train,valid,test} --index K [--set NAME] [--picture FILE] [--world-size N] [--json]",
-        description=f"Show one sample of a run. {RUN_FLAGS}",
     )
-    sample.add_argument("--of", required=True, choices=("train", "valid", "test"), help="the split")
-    sample.add_argument(
-        "--index", required=True, type=int, metavar="K", help="number of the sample, counted from 0"
-    )
-    sample.add_argument(
-        "--picture", metavar="FILE", help="write the images of a sample, with its text, as PNG"
-    )
-    sample.add_argument("--set", metavar="NAME", help="name of one of --multiple-validation-sets")
-    sample.add_argument("--json", action="store_true", help="print one JSON object")
+    sample.add("--of", "the split", choices=("train", "valid", "test"), required=True)
+    sample.add("--index K", "number of the sample, counted from 0", of=int, required=True)
+    sample.add("--picture FILE", "write the images of a sample, with its text, as PNG")
+    sample.add("--set NAME", "name of one of --multiple-validation-sets")
+    sample.add("--json", "print one JSON object")
 
     index = add_command(
         actions,
         "index",
-        run=run_index,
+        run_index,
         takes_run_flags=True,
         help="build the index caches of a run in advance",
         usage="%(prog)s FLAGS [--world-size N]",
-        description=f"Build the sample indices of a run in its cache folder. {RUN_FLAGS}",
     )
     for parser in (sample, index):
-        parser.add_argument(
-            "--world-size",
-            type=int,
-            metavar="N",
-            help="ranks of the run (default: the smallest number for its layout); it changes the order of samples only"
+        parser.add(
+            "--world-size N",
+            "ranks of the run (default: the smallest number for its layout); it changes the order of samples only"
             " without --global-batch-size",
+            of=int,
+            at_least=1,
         )
 
-    merge = add_command(
-        actions,
-        "merge",
-        run=run_merge,
-        help="merge datasets into one",
-        description="Write one dataset with the documents of several, in the order of the arguments.",
-    )
-    merge.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths or URLs without .bin and .idx")
-    merge.add_argument("--output-prefix", required=True, metavar="OUT", help="path of the new dataset")
+    merge = add_command(actions, "merge", run_merge, help="merge datasets into one")
+    merge.add("prefixes PREFIX ...", "paths or URLs without .bin and .idx")
+    merge.add("--output-prefix OUT", "path of the new dataset", required=True)
     _add_index_cache(merge, texts)
 
 
@@ -104,43 +90,40 @@ def _add_inspect(actions: Any, texts: Mapping[str, str]) -> None:
     dataset = add_command(
         actions,
         "inspect",
-        run=run_inspect,
+        run_inspect,
         help="count documents and tokens of a dataset, and check its description",
-        description="Count documents and tokens of a dataset, and compare them with its description PREFIX.json.",
     )
-    dataset.add_argument(
-        "prefix",
-        metavar="PREFIX",
-        help="path or URL without .bin and .idx, or a source of --image-data-path (.jsonl, .tar)",
+    dataset.add(
+        "prefix PREFIX", "path or URL without .bin and .idx, or a source of --image-data-path (.jsonl, .tar)"
     )
-    dataset.add_argument("--document", type=int, metavar="K", help="show document or row K, counted from 0")
-    dataset.add_argument("--picture", metavar="FILE", help="write the images of row K, with its text, as PNG")
-    dataset.add_argument("--json", action="store_true", help="print one JSON object")
+    dataset.add("--document K", "show document or row K, counted from 0", of=int)
+    dataset.add("--picture FILE", "write the images of row K, with its text, as PNG")
+    dataset.add("--json", "print one JSON object")
     _add_index_cache(dataset, texts)
     group = dataset.add_argument_group("tokenizer", "to decode documents and to know their end token")
     add_tokenizer_flags(group, texts)
 
 
-def _add_index_cache(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
+def _add_index_cache(parser: CommandParser, texts: Mapping[str, str]) -> None:
     text = texts.get("data.object_storage_cache_path", "")
-    parser.add_argument("--object-storage-cache-path", metavar="FOLDER", help=text)
+    parser.add("--object-storage-cache-path FOLDER", text)
 
 
-def run_inspect(arguments: argparse.Namespace) -> int:
-    """Describe a dataset of tokens, or of conversations about images."""
+def run_inspect(arguments: argparse.Namespace) -> None:
+    """Count documents and tokens of a dataset, and compare them with its description PREFIX.json."""
     if arguments.prefix.endswith(SUFFIXES):
-        return inspect_rows(arguments.prefix, arguments.document, arguments.picture, as_json=arguments.json)
-    return inspect(arguments)
+        inspect_rows(arguments.prefix, arguments.document, arguments.picture, as_json=arguments.json)
+    else:
+        inspect(arguments)
 
 
-def run_merge(arguments: argparse.Namespace) -> int:
-    """Write one dataset with the documents of several."""
+def run_merge(arguments: argparse.Namespace) -> None:
+    """Write one dataset with the documents of several, in the order of the arguments."""
     merge(arguments.prefixes, arguments.output_prefix, index_cache=arguments.object_storage_cache_path)
-    return 0
 
 
-def run_sample(arguments: argparse.Namespace) -> int:
-    """Print a sample of a run."""
+def run_sample(arguments: argparse.Namespace) -> None:
+    """Show one sample of a run."""
     plan, facts = _planned(arguments)
     samples = _chosen(
         build_samples(_only(plan, arguments.of), facts, log_to_stderr), arguments.of, arguments.set
@@ -154,24 +137,23 @@ def run_sample(arguments: argparse.Namespace) -> int:
     if arguments.json:
         arrays = sample.arrays if isinstance(sample, MaskedSample) else vars(sample)
         print(json.dumps({name: values.tolist() for name, values in arrays.items()}))
-        return 0
+        return
     print(_headline(plan, arguments.of, arguments.index, len(samples)))
     kind = plan.config.tokenizer.tokenizer_type
     tokenizer = None if kind in (None, "NullTokenizer") else load_tokenizer(plan.config.tokenizer)
     if isinstance(sample, MaskedSample) and "images" in sample.arrays:
         print(described_images(sample, plan, tokenizer, arguments.picture))
-        return 0
+        return
     if isinstance(sample, MaskedSample):
         assert tokenizer is not None, "a rule refuses others"
         print(described_masked(sample, spans, tokenizer))
-        return 0
+        return
     print(_described(sample))
     _print_spans(sample, spans, tokenizer)
-    return 0
 
 
-def run_index(arguments: argparse.Namespace) -> int:
-    """Build the index caches of a run."""
+def run_index(arguments: argparse.Namespace) -> None:
+    """Build the sample indices of a run in its cache folder."""
     plan, facts = _planned(arguments)
     folder = plan.config.data.data_cache_path
     if folder is None:
@@ -197,7 +179,6 @@ def run_index(arguments: argparse.Namespace) -> int:
     counts = ", ".join(f"{found[name]} {words}" for name, words in _OUTCOMES.items() if found[name] > 0)
     files = [path.stat().st_size for path in Path(folder).glob("*.index")]
     print(f"\n{counts}\n{folder}: {len(files)} files, {sum(files) / 1e6:,.1f} MB")
-    return 0
 
 
 def _num_processes(facts: Facts) -> int:
@@ -256,10 +237,6 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Facts]:
 
 
 def _world_size(request: Request, given: int | None) -> int:
-    if given is not None and given < 1:
-        raise ConfigError(
-            f"--world-size {given} is too small", fix="give --world-size the number of ranks of the run"
-        )
     if given is not None:
         return given
     taken = request.fewest_ranks()

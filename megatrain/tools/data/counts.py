@@ -41,20 +41,8 @@ class Lengths:
     max: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ids:
-    """Statistics of the token ids of a dataset."""
-
-    smallest: int
-    largest: int
-    eod_count: int | None
-    crc32: int
-    """Crc32 of all elements."""
-
-
 def contents(dataset: IndexedDataset, eod: int | None) -> dict[str, Any]:
     """Return all counts by name, as in the JSON output. `eod`: the end-of-document id, if known."""
-    ids = count_ids(dataset, eod)
     lengths = {
         "sequence_lengths": _sequence_lengths(dataset),
         "document_lengths": _document_lengths(dataset),
@@ -74,19 +62,16 @@ def contents(dataset: IndexedDataset, eod: int | None) -> dict[str, Any]:
         "tokens": dataset.num_tokens,
         "modes": _modes(dataset),
         **{name: _asdict(summary(blocks)) for name, blocks in lengths.items()},
-        "bin_crc32": ids.crc32 if ids else None,
         "idx_crc32": zlib.crc32(np.memmap(dataset.index_path, np.uint8, "r").data),
-        "smallest_id": ids.smallest if ids else None,
-        "largest_id": ids.largest if ids else None,
         "eod": eod,
-        "eod_count": ids.eod_count if ids else None,
+        **count_ids(dataset, eod),
     }
 
 
-def count_ids(dataset: IndexedDataset, eod: int | None) -> Ids | None:
-    """Read all tokens. Return None if there are none, or elements are not integers."""
+def count_ids(dataset: IndexedDataset, eod: int | None) -> dict[str, int | None]:
+    """Read all tokens; return what their ids are like, by name. All None: there are no tokens, or elements are not integers."""
     if dataset.dtype.kind not in "iu" or not dataset.num_tokens:
-        return None
+        return dict.fromkeys(("smallest_id", "largest_id", "eod_count", "bin_crc32"))
     smallest, largest, eods, done, crc32 = [], [], 0, 0, 0
     logged_at = time.monotonic()
     for block in dataset.blocks(BLOCK_BYTES):
@@ -99,7 +84,12 @@ def count_ids(dataset: IndexedDataset, eod: int | None) -> Ids | None:
             logged_at = time.monotonic()
             print(f"{done / dataset.num_tokens:.0%} of {dataset.num_tokens:,} tokens read", file=sys.stderr)
     eod_count = eods if eod is not None else None
-    return Ids(smallest=min(smallest), largest=max(largest), eod_count=eod_count, crc32=crc32)
+    return {
+        "smallest_id": min(smallest),
+        "largest_id": max(largest),
+        "eod_count": eod_count,
+        "bin_crc32": crc32,
+    }
 
 
 def summary(blocks: Blocks) -> Lengths | None:

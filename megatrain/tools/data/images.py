@@ -86,7 +86,7 @@ def _image_of(tiling: Tiling, pixels: Any) -> Image:
     return fromarray(tiling.colours(pixels))
 
 
-def inspect_rows(source: str, number: int | None, picture: str | None, *, as_json: bool) -> int:
+def inspect_rows(source: str, number: int | None, picture: str | None, *, as_json: bool) -> None:
     """Count the rows of a source of conversations about images, and show one. Raises InputError for a wrong row."""
     require_pillow()
     rows = opened(source, IndexCache(None))
@@ -107,7 +107,6 @@ def inspect_rows(source: str, number: int | None, picture: str | None, *, as_jso
         print(f"{source}\n  rows         {len(rows):,}\n  images       {by_images}")
     if row is not None:
         _show(row, picture, is_silent=as_json)
-    return 0
 
 
 def _show(row: Row, picture: str | None, *, is_silent: bool) -> None:

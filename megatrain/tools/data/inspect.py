@@ -28,7 +28,7 @@ class DisagreementError(InputError):
     exit_code = 1
 
 
-def inspect(arguments: argparse.Namespace) -> int:
+def inspect(arguments: argparse.Namespace) -> None:
     """Print everything; then raise DisagreementError if there is a contradiction."""
     dataset = IndexedDataset(arguments.prefix, index_cache=arguments.object_storage_cache_path)
     tokenizer = _tokenizer(arguments)
@@ -58,7 +58,6 @@ def inspect(arguments: argparse.Namespace) -> int:
             print(_document_text(document, tokenizer))
     if problems:
         raise DisagreementError.of(problems)
-    return 0
 
 
 def printable(text: str) -> str:
@@ -235,7 +234,8 @@ def _description_rows(
 
 def _document_text(document: dict[str, Any], tokenizer: Tokenizer | None) -> str:
     sequences = document["sequences"]
-    lines = [f"\ndocument {document['document']}: {document['tokens']:,} tokens{_in(len(sequences))}"]
+    where = " in one sequence" if len(sequences) == 1 else f" in {len(sequences):,} sequences"
+    lines = [f"\ndocument {document['document']}: {document['tokens']:,} tokens{where}"]
     for part in sequences:
         mode = "" if part["mode"] is None else f", mode {part['mode']}"
         lines.append(
@@ -248,7 +248,3 @@ def _document_text(document: dict[str, Any], tokenizer: Tokenizer | None) -> str
     else:
         lines.append("  no text: give --tokenizer-type and its flags")
     return "\n".join(lines)
-
-
-def _in(num_sequences: int) -> str:
-    return " in one sequence" if num_sequences == 1 else f" in {num_sequences:,} sequences"

@@ -39,23 +39,17 @@ from megatrain.training.launch.ranks import local_gpu
 def add_flags(commands: Any) -> None:
     """Add `megatrain doctor`."""
     doctor = add_command(
-        commands,
-        "doctor",
-        run=run,
-        takes_run_flags=True,
-        usage="%(prog)s [FLAGS] [--nodes N] [--json]",
-        description="Check what a run needs, in less than a minute: versions, driver, GPUs, limits, shared memory, the disk of"
-        " --save, the rendezvous; under torchrun or srun also the speed of each rank and of the links between them. FLAGS are"
-        " the flags of pretrain.py, which may be left out. Exit code: 0 without errors, else 1.",
+        commands, "doctor", run, takes_run_flags=True, usage="%(prog)s [FLAGS] [--nodes N] [--json]"
     )
-    doctor.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="nodes of the launch line (default: 1)"
-    )
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add("--nodes N", "nodes of the launch line", 1, at_least=1)
+    doctor.add("--json", "print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+    """Check what a run needs, in less than a minute: versions, driver, GPUs, limits, shared memory, the disk of --save, the
+    rendezvous; under torchrun or srun also the speed of each rank and of the links between them. FLAGS are the flags of
+    pretrain.py, which may be left out. Exit code: 0 without errors, else 1.
+    """
     environment = read_environment()
     findings = list(all_findings(arguments.run_flags, environment))
     is_wrong = any(one.level == "error" for one in findings)
@@ -91,7 +85,7 @@ def all_findings(words: Sequence[str], environment: LaunchEnvironment) -> Iterat
     for check in checks:
         yield from check()
     if words:
-        yield Finding("ok", "flags", "not checked: pretrain.py with these and --dry-run checks them")
+        yield Finding.ok("flags", "not checked: pretrain.py with these and --dry-run checks them")
 
 
 def num_parameters(words: Sequence[str], request: Request) -> float | None:
@@ -111,8 +105,7 @@ def num_parameters(words: Sequence[str], request: Request) -> float | None:
 def _ranks(environment: LaunchEnvironment) -> Iterator[Finding]:
     seen = torch.cuda.device_count()
     if seen and (local_gpu(environment).index or 0) >= seen:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "ranks",
             f"local rank {environment.local_rank} has no GPU: {seen} are visible",
             f"start at most {seen} ranks on this host, or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
@@ -122,8 +115,7 @@ def _ranks(environment: LaunchEnvironment) -> Iterator[Finding]:
         speeds = measure_ranks(environment, socket.gethostname())
     except RuntimeError as error:
         first = str(error).splitlines()[0]
-        yield Finding(
-            "error",
+        yield Finding.error(
             "ranks",
             f"they cannot be joined: {first}",
             "check that each host reaches the others: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the interface",

@@ -51,31 +51,22 @@ def check_gpus() -> Iterator[Finding]:
     try:
         gpus = read_gpus()
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield Finding(
-            "error",
-            "GPUs",
-            f"nvidia-smi fails: {error}",
-            "reload the driver, or take the host out of service",
+        yield Finding.error(
+            "GPUs", f"nvidia-smi fails: {error}", "reload the driver, or take the host out of service"
         )
         return
     if gpus is None:
-        yield Finding("ok", "GPUs", "none: nvidia-smi is not installed; a run uses the CPU")
+        yield Finding.ok("GPUs", "none: nvidia-smi is not installed; a run uses the CPU")
         return
     names = {gpu["name"] for gpu in gpus}
-    yield Finding(
-        "ok", "GPUs", f"{len(gpus)} x {', '.join(sorted(names))}, driver {gpus[0]['driver_version']}"
-    )
+    yield Finding.ok("GPUs", f"{len(gpus)} x {', '.join(sorted(names))}, driver {gpus[0]['driver_version']}")
     if len(names) > 1:
-        yield Finding(
-            "warning",
-            "GPUs",
-            "they are of different models: the slowest sets the speed",
-            "use hosts with equal GPUs",
+        yield Finding.warning(
+            "GPUs", "they are of different models: the slowest sets the speed", "use hosts with equal GPUs"
         )
     yield from _driver(gpus[0]["driver_version"])
     if cuda_of_torch() is not None and not torch_has_gpus():
-        yield Finding(
-            "error",
+        yield Finding.error(
             "GPUs",
             "torch can use none of them",
             "look at CUDA_VISIBLE_DEVICES, and at what `python -c 'import torch; torch.cuda.init()'` prints",
@@ -97,18 +88,14 @@ def torch_has_gpus() -> bool:
 def _driver(version: str) -> Iterator[Finding]:
     cuda = cuda_of_torch()
     if cuda is None:
-        yield Finding(
-            "error",
-            "driver",
-            "torch was built without CUDA, and this host has GPUs",
-            "install torch for CUDA",
+        yield Finding.error(
+            "driver", "torch was built without CUDA, and this host has GPUs", "install torch for CUDA"
         )
         return
     major = version.split(".", maxsplit=1)[0]
     needed = _MIN_DRIVERS.get(int(cuda.split(".")[0]))
     if needed is not None and major.isdecimal() and int(major) < needed:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "driver",
             f"{version} is too old for torch's CUDA {cuda}",
             f"install driver {needed} or later, or a torch for an older CUDA",
@@ -120,38 +107,30 @@ def _one(gpu: Mapping[str, str]) -> Iterator[Finding]:
     name = f"GPU {gpu['index']}"
     errors = _number(gpu, "ecc.errors.uncorrected.volatile.total")
     if errors:
-        yield Finding(
-            "error",
-            name,
-            f"{errors:.0f} uncorrected memory errors",
-            "reset the GPU, and replace it if they come back",
+        yield Finding.error(
+            name, f"{errors:.0f} uncorrected memory errors", "reset the GPU, and replace it if they come back"
         )
     bits = gpu.get("clocks_throttle_reasons.active", "")
     active = int(bits, 16) if bits.startswith("0x") else 0
     reasons = sorted({text for bit, text in _REASONS.items() if active & bit})
     if reasons:
         clock, heat = _number(gpu, "clocks.sm"), _number(gpu, "temperature.gpu")
-        yield Finding(
-            "error",
+        yield Finding.error(
             name,
             f"clocks are slowed by {' and '.join(reasons)}: {clock or 0:.0f} MHz at {heat or 0:.0f} °C",
             "check cooling and power of the host",
         )
     used, total = _number(gpu, "memory.used"), _number(gpu, "memory.total")
     if used and total and used > _MAX_USED * total:
-        yield Finding(
-            "error",
+        yield Finding.error(
             name,
             f"{used:,.0f} of {total:,.0f} MiB are in use by another program",
             "end it: nvidia-smi lists it by its process id",
         )
     limit, default = _number(gpu, "power.limit"), _number(gpu, "power.default_limit")
     if limit and default and limit < 0.95 * default:
-        yield Finding(
-            "warning",
-            name,
-            f"the power limit is {limit:.0f} W, by default {default:.0f} W",
-            "nvidia-smi --power-limit",
+        yield Finding.warning(
+            name, f"the power limit is {limit:.0f} W, by default {default:.0f} W", "nvidia-smi --power-limit"
         )
 
 

@@ -46,10 +46,9 @@ def check_versions() -> Iterator[Finding]:
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         text += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     others = [f"{name} {version}" for name, version in library_versions().items() if name != "torch"]
-    yield Finding("ok", "versions", ", ".join([text, *others]))
+    yield Finding.ok("versions", ", ".join([text, *others]))
     if gpus.torch_has_gpus() and importlib.util.find_spec("triton") is None:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "versions",
             "Triton is not installed: GPU kernels cannot be compiled",
             "install the triton version that this torch requires",
@@ -69,14 +68,13 @@ def check_shared_memory() -> Iterator[Finding]:
     size = read_shared_memory()
     if size is None or size < MIN_SHARED_MEMORY:
         shown = "missing" if size is None else f"of {size / 2**20:.0f} MiB"
-        yield Finding(
-            "error",
+        yield Finding.error(
             "shared memory",
             f"{_SHARED_MEMORY} is {shown}: NCCL and workers of the loader share memory there",
             "start the container with --ipc=host or --shm-size=16g; in Kubernetes mount an emptyDir of medium Memory",
         )
     else:
-        yield Finding("ok", "shared memory", f"{_SHARED_MEMORY} has {size / 2**30:.1f} GiB")
+        yield Finding.ok("shared memory", f"{_SHARED_MEMORY} has {size / 2**30:.1f} GiB")
 
 
 def read_limit(kind: int) -> int:
@@ -94,18 +92,16 @@ def check_limits(open_files: int = 0) -> Iterator[Finding]:
     files = read_limit(resource.RLIMIT_NOFILE)
     needed = max(MIN_OPEN_FILES, open_files)
     if 0 <= files < needed:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "open files",
             f"the limit is {files:,}, and {needed:,} are needed: large runs end with `Too many open files`",
             f"ulimit -n {max(65536, needed)} before the launch, or LimitNOFILE of the service that starts the ranks",
         )
     else:
-        yield Finding("ok", "open files", "unlimited" if files < 0 else f"{files:,}")
+        yield Finding.ok("open files", "unlimited" if files < 0 else f"{files:,}")
     locked = read_limit(resource.RLIMIT_MEMLOCK)
     if locked >= 0 and has_infiniband():
-        yield Finding(
-            "error",
+        yield Finding.error(
             "locked memory",
             f"the limit is {locked >> 10:,} KiB: InfiniBand cannot register NCCL's buffers",
             "ulimit -l unlimited, --ulimit memlock=-1 of the container, or LimitMEMLOCK=infinity of slurmd",
@@ -137,7 +133,7 @@ def check_disk(save: str | None, num_parameters: float | None) -> Iterator[Findi
         num_parameters: of the whole model; None: not known.
     """
     if save is None:
-        yield Finding("ok", "disk", "not checked: no --save")
+        yield Finding.ok("disk", "not checked: no --save")
         return
     folder = Path(save)
     try:
@@ -145,27 +141,23 @@ def check_disk(save: str | None, num_parameters: float | None) -> Iterator[Findi
             folder = folder.parent
         free, rate = read_free_bytes(folder), read_write_rate(folder)
     except OSError as error:
-        yield Finding("error", "disk", f"--save {save}: {error}", "name a folder that this user may write to")
+        yield Finding.error("disk", f"--save {save}: {error}", "name a folder that this user may write to")
         return
     size = None if num_parameters is None else BYTES_PER_PARAMETER * num_parameters
     checkpoint = "" if size is None else f"; a checkpoint has {size / 1e9:.1f} GB"
     text = f"{free / 1e9:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s{checkpoint}"
     if size is not None and free < 2 * size:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "disk",
             f"--save {save}: {text}: less than two, and the next one is written before the last is removed",
             "free space, name another folder, or limit what is kept with --keep-last",
         )
     elif rate < MIN_DISK_RATE:
-        yield Finding(
-            "warning",
-            "disk",
-            f"--save {save}: {text}",
-            "use a faster or a parallel file system, and --async-save",
+        yield Finding.warning(
+            "disk", f"--save {save}: {text}", "use a faster or a parallel file system, and --async-save"
         )
     else:
-        yield Finding("ok", "disk", f"--save {save}: {text}")
+        yield Finding.ok("disk", f"--save {save}: {text}")
 
 
 def resolve_host(host: str) -> str:
@@ -197,7 +189,7 @@ def is_local(address: str) -> bool:
 def check_rendezvous(environment: LaunchEnvironment) -> Iterator[Finding]:
     """Check the launcher's variables, and that host and port of rank 0 can be used."""
     for problem in environment.problems:
-        yield Finding("error", "rendezvous", problem.text, problem.fix)
+        yield Finding.error("rendezvous", problem.text, problem.fix)
     if environment.problems:
         return
     host, port = environment.host, environment.port
@@ -205,8 +197,7 @@ def check_rendezvous(environment: LaunchEnvironment) -> Iterator[Finding]:
     try:
         address = resolve_host(host)
     except OSError as error:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "rendezvous",
             f"{host} is not a known host: {error}",
             "set MASTER_ADDR to an address of rank 0's host",
@@ -215,8 +206,7 @@ def check_rendezvous(environment: LaunchEnvironment) -> Iterator[Finding]:
     try:
         is_taken = connect(address, port)
     except OSError as error:
-        yield Finding(
-            "error",
+        yield Finding.error(
             "rendezvous",
             f"{where} does not answer: {error}",
             "open the port in the firewall between the hosts, or set MASTER_ADDR to an address that all hosts reach",
@@ -224,8 +214,8 @@ def check_rendezvous(environment: LaunchEnvironment) -> Iterator[Finding]:
         return
     # Other ranks may find rank 0, which listens there once its own checks are done.
     if is_taken and is_local(address) and environment.rank == 0 and environment.launcher != "torchrun":
-        yield Finding(
-            "error", "rendezvous", f"{where} is in use by another program", "set MASTER_PORT to a free port"
+        yield Finding.error(
+            "rendezvous", f"{where} is in use by another program", "set MASTER_PORT to a free port"
         )
     else:
-        yield Finding("ok", "rendezvous", f"{where} answers" if is_taken else f"{where} can be reached")
+        yield Finding.ok("rendezvous", f"{where} answers" if is_taken else f"{where} can be reached")

@@ -105,8 +105,7 @@ def check_ranks(speeds: Sequence[RankSpeed]) -> Iterator[Finding]:
     median = statistics.median_low(one.gemm_seconds for one in speeds)
     slow = [one for one in speeds if one.gemm_seconds > SLOW_RANK[one.device] * median]
     for one in slow:
-        yield Finding(
-            "error",
+        yield Finding.error(
             f"rank {one.rank}",
             f"on {one.host}: GEMMs take {one.gemm_seconds / median:.1f} times the median",
             "look at its clocks and at other programs there, or leave out the host",
@@ -114,7 +113,7 @@ def check_ranks(speeds: Sequence[RankSpeed]) -> Iterator[Finding]:
     links = list(_slow_links(speeds))
     yield from links
     if not slow and not links:
-        yield Finding("ok", "ranks", f"{len(speeds)} ranks, none is slow, nor a link between two")
+        yield Finding.ok("ranks", f"{len(speeds)} ranks, none is slow, nor a link between two")
 
 
 def _slow_links(speeds: Sequence[RankSpeed]) -> Iterator[Finding]:
@@ -126,8 +125,7 @@ def _slow_links(speeds: Sequence[RankSpeed]) -> Iterator[Finding]:
         median = statistics.median_low(a.message_seconds for a, _ in pairs)
         for a, b in pairs:
             if a.message_seconds > SLOW_LINK[a.device] * median:
-                yield Finding(
-                    "error",
+                yield Finding.error(
                     f"link from rank {a.rank} to rank {b.rank}",
                     f"{a.host} to {b.host}: messages take {a.message_seconds / median:.1f} times the median",
                     "check cables and adapters: nvidia-smi nvlink --status, ibstat",

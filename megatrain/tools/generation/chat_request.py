@@ -26,7 +26,6 @@ from megatrain.tools.generation.completion_request import (
     CompletionRequest,
     RequestError,
     chat_request,
-    check_model,
     read_fields,
 )
 
@@ -54,8 +53,7 @@ class ChatFormat:
         Raises:
             RequestError: with the field that is wrong.
         """
-        fields = read_fields(body, OF_CHAT)
-        check_model(fields, model)
+        fields = read_fields(body, OF_CHAT, model)
         fields["max_tokens"] = fields.get("max_completion_tokens") or fields.get("max_tokens")
         files: list[tuple[bytes, str]] = []
         ids: list[int] = []

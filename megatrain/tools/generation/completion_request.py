@@ -135,8 +135,7 @@ def read_request(
     Raises:
         RequestError: with the field that is wrong.
     """
-    fields = read_fields(body, _FIELDS)
-    check_model(fields, model)
+    fields = read_fields(body, _FIELDS, model)
     prompts = tuple(_prompts(fields.get("prompt", ""), tokenizer, vocab_size))
     count, best_of = fields.get("n") or 1, fields.get("best_of")
     if best_of not in (None, count):
@@ -181,15 +180,6 @@ def chat_request(
     )  # fmt: skip
 
 
-def check_model(fields: Mapping[str, Any], model: str) -> None:
-    """Check the name of the model in a request."""
-    if fields.get("model") not in (None, model):
-        raise RequestError(
-            f"the model {fields['model']!r} does not exist; this server has {model!r}",
-            param="model", code="model_not_found", status=404,
-        )  # fmt: skip
-
-
 def check_length(
     prompt: Sequence[int], sampling: Sampling, max_tokens: int, param: str, max_prompt: int | None = None
 ) -> None:
@@ -214,8 +204,8 @@ def with_seeds(sampling: Sampling, count: int) -> tuple[Sampling, ...]:
     )
 
 
-def read_fields(body: bytes, known: Mapping[str, Check]) -> dict[str, Any]:
-    """Return the fields of a request, checked.
+def read_fields(body: bytes, known: Mapping[str, Check], model: str) -> dict[str, Any]:
+    """Return the fields of a request to this model, checked.
 
     Raises:
         RequestError: the body is no JSON object, or a field is wrong or unknown.
@@ -233,6 +223,11 @@ def read_fields(body: bytes, known: Mapping[str, Check]) -> dict[str, Any]:
             known[name](value, name)
         except InvalidError as error:
             raise RequestError(str(error), param=name) from error
+    if fields.get("model") not in (None, model):
+        raise RequestError(
+            f"the model {fields['model']!r} does not exist; this server has {model!r}",
+            param="model", code="model_not_found", status=404,
+        )  # fmt: skip
     return fields
 
 

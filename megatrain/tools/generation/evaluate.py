@@ -10,44 +10,26 @@ from megatrain.data.tasks.files import read_tasks
 from megatrain.data.tasks.requests import requests_of, task_metrics
 from megatrain.inference.scoring import require_text_model, score
 from megatrain.tools.generation.load import add_checkpoint_flags, joined_process, load
-from megatrain.tools.subcommands import add_command, at_least_one
+from megatrain.tools.subcommands import add_command
 from megatrain.training.logging.metrics import evaluation_line
 
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain evaluate`."""
-    parser = add_command(
-        commands,
-        "evaluate",
-        run=run,
-        description="Load the newest valid checkpoint, or a folder of transformers, and score tasks of multiple choice and cloze.",
-    )
+    parser = add_command(commands, "evaluate", run)
     add_checkpoint_flags(parser)
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
+    parser.add(
+        "--tasks PATH ...",
+        "files of tasks, JSON lines or the YAML of lm-evaluation-harness, and folders of them (docs/training.md)",
         required=True,
-        metavar="PATH",
-        help="files of tasks, JSON lines or the YAML of lm-evaluation-harness, and folders of them (docs/training.md)",
     )
-    parser.add_argument(
-        "--limit",
-        type=at_least_one,
-        metavar="N",
-        help="read the first N documents of each task (default: all)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=at_least_one,
-        default=8,
-        metavar="N",
-        help="answers that are computed together (default: 8)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per task")
+    parser.add("--limit N", "read the first N documents of each task (default: all)", of=int, at_least=1)
+    parser.add("--batch-size N", "answers that are computed together", 8, at_least=1)
+    parser.add("--json", "print one JSON object per task")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+def run(arguments: argparse.Namespace) -> None:
+    """Load the newest valid checkpoint, or a folder of transformers, and score tasks of multiple choice and cloze."""
     tasks = read_tasks(arguments.tasks, arguments.limit)
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)
@@ -59,4 +41,3 @@ def run(arguments: argparse.Namespace) -> int:
                 print(json.dumps({"task": name, **values}), flush=True)
             else:
                 print(evaluation_line(f"task {name} at iteration {loaded.iteration}", values), flush=True)
-    return 0

@@ -24,19 +24,9 @@ from megatrain.inference.engine import Completion
 from megatrain.inference.image_vectors import PromptImages, prompt_images, with_places
 from megatrain.inference.sampling import LogProb, Sampling
 from megatrain.inference.stored_model import LoadedModel
-from megatrain.inference.texts import TextCompletion, TextEngine, encode_prompt, plan_cache
-from megatrain.tools.generation.load import (
-    Process,
-    add_model_flags,
-    cache_limit,
-    check_max_sequences,
-    decoder_start,
-    end_tokens,
-    joined_process,
-    load,
-    text_context,
-)
-from megatrain.tools.subcommands import add_command
+from megatrain.inference.texts import TextCompletion, TextEngine, encode_prompt
+from megatrain.tools.generation.load import Generation, Process, add_model_flags, joined_process, load
+from megatrain.tools.subcommands import CommandParser, add_command
 
 
 @dataclass(frozen=True)
@@ -54,112 +44,78 @@ _FLAGS = {"num_log_probs": "--log-probs", "stop": "--stop-words"}
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain generate`."""
-    parser = add_command(
-        commands,
-        "generate",
-        run=run,
-        description="Load the newest valid checkpoint, or a folder of transformers, and continue prompts.",
-    )
+    parser = add_command(commands, "generate", run)
     add_model_flags(parser)
     _add_prompts(parser)
     _add_sampling(parser)
 
 
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
+def _add_prompts(parser: CommandParser) -> None:
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
-    prompts.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        help='file with one prompt a line, as JSON: {"prompt": "..."}, with "images": ["FILE"] in the folder of the file',
+    parser.add("--prompt TEXT ...", "texts to continue", group=prompts)
+    parser.add(
+        "--prompt-file FILE",
+        'file with one prompt a line, as JSON: {"prompt": "..."}, with "images": ["FILE"] in the folder of the file',
+        of=Path,
+        group=prompts,
     )
-    parser.add_argument(
+    parser.add(
         "--chat",
-        action="store_true",
-        help='answer each prompt, or the lists of messages in --prompt-file ({"messages": [..]}), in the words of training with'
+        'answer each prompt, or the lists of messages in --prompt-file ({"messages": [..]}), in the words of training with'
         " --sft, or by the chat template of the tokenizer; without prompts: a conversation, a line of standard input each",
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message of each conversation of --chat")
-    parser.add_argument(
-        "--image",
-        nargs="+",
-        default=(),
-        metavar="FILE",
-        help="images that stand for each <image> of the --prompt, or before it, for a model that reads images",
+    parser.add("--system TEXT", "system message of each conversation of --chat")
+    parser.add(
+        "--image FILE ...",
+        "images that stand for each <image> of the --prompt, or before it, for a model that reads images",
+        (),
+        of=Path,
     )
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="maximum number of tokens (default: 64)"
+def _add_sampling(parser: CommandParser) -> None:
+    parser.add("--max-new-tokens N", "maximum number of tokens", 64)
+    parser.add("--temperature T", "sampling temperature; 0: greedy decoding", 0.8)
+    parser.add("--top-k K", "sample from the K most likely tokens; 0: all", 40)
+    parser.add(
+        "--top-p P", "sample from the fewest tokens whose probabilities sum to P (default: 1, all)", 1.0
     )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="sampling temperature; 0: greedy decoding (default: 0.8)",
+    parser.add(
+        "--repetition-penalty X",
+        "divide positive logits of earlier tokens by X, multiply negative ones (default: 1, none)",
+        1.0,
     )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=40,
-        metavar="K",
-        help="sample from the K most likely tokens; 0: all (default: 40)",
+    parser.add("--stop-words TEXT ...", "texts that end the generated text", ())
+    parser.add("--seed", "random seed; prompt number k uses the seed + k", 0)
+    parser.add(
+        "--log-probs N", "report the log-probability of each token, and of the N most likely ones", of=int
     )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the fewest tokens whose probabilities sum to P (default: 1, all)",
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divide positive logits of earlier tokens by X, multiply negative ones (default: 1, none)",
-    )
-    parser.add_argument(
-        "--stop-words", nargs="+", default=(), metavar="TEXT", help="texts that end the generated text"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="random seed; prompt number k uses the seed + k (default: 0)"
-    )
-    parser.add_argument(
-        "--log-probs",
-        type=int,
-        metavar="N",
-        help="report the log-probability of each token, and of the N most likely ones",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    parser.add("--json", "print one JSON object per prompt")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+def run(arguments: argparse.Namespace) -> None:
+    """Load the newest valid checkpoint, or a folder of transformers, and continue prompts."""
     sampling, prompts = _sampling(arguments), _prompts(arguments)
     with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)
+        generation = Generation(arguments, process, loaded)
         chat, sampling = _chat(arguments, loaded, sampling)
         if chat is not None and not prompts:
-            _talk(arguments, process, loaded, sampling, chat)
-            return 0
+            _talk(generation, sampling, chat)
+            return
         images = [_images(loaded, prompt) for prompt in prompts]
         ids = [
             _encode(loaded, prompt, of_prompt, chat)
             for prompt, of_prompt in zip(prompts, images, strict=True)
         ]
-        start = decoder_start(arguments, loaded)
-        samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
-        engine = _engine(arguments, process, loaded, ids, samplings, start)
+        samplings = [_of_prompt(sampling, number, generation, one) for number, one in enumerate(ids)]
+        engine = _engine(generation, ids, samplings)
         tiles = [None if one is None else one.tiles for one in images]
         texts = [engine.submit(*one) for one in zip(ids, samplings, tiles, strict=True)]
         started = time.perf_counter()
         _run_engine(arguments, process, engine, [one.text for one in prompts], texts)
         seconds, count = time.perf_counter() - started, sum(one.completion.num_new for one in texts)
         process.note(f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.1f} tokens/s")
-    return 0
 
 
 def _chat(
@@ -173,34 +129,25 @@ def _chat(
 
 
 def _engine(
-    arguments: argparse.Namespace,
-    process: Process,
-    loaded: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[Sampling],
-    start: int | None,
+    generation: Generation, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
 ) -> TextEngine:
     """Plan the cache for these prompts, print the plan, and allocate it."""
-    longest = max(map(len, prompts))
+    loaded, process, start = generation.loaded, generation.process, generation.start_id
     firsts = prompts if start is None else [[start]] * len(prompts)
     completions = [Completion(tuple(ids), one) for ids, one in zip(firsts, samplings, strict=True)]
-    plan = plan_cache(
-        loaded.model,
-        dtype=loaded.dtype,
+    plan = generation.plan(
         max_tokens=max(one.num_total for one in completions),
-        max_memory=0 if start is None else longest,
-        num_sequences=min(len(prompts), check_max_sequences(arguments)),
-        limit_bytes=cache_limit(arguments, process),
+        max_prompt=max(map(len, prompts)),
+        num_sequences=len(prompts),
     )
-    process.note(plan.description)
-    shorter = sum(one.max_new_tokens < arguments.max_new_tokens for one in samplings)
+    wanted = generation.arguments.max_new_tokens
+    shorter = sum(one.max_new_tokens < wanted for one in samplings)
     if shorter:
         process.note(
-            f"{shorter} of {len(prompts)} prompts: the context of {text_context(loaded)} tokens ends the text before"
-            f" --max-new-tokens {arguments.max_new_tokens}"
+            f"{shorter} of {len(prompts)} prompts: the context of {generation.context} tokens ends the text before"
+            f" --max-new-tokens {wanted}"
         )
-    ends = end_tokens(arguments, loaded)
-    return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, ends, start)
+    return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, generation.end_ids, start)
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
@@ -231,7 +178,7 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
     if arguments.system is not None and not arguments.chat:
         raise ConfigError("--system has no meaning without --chat", fix="add --chat, or remove --system")
     if arguments.prompt is not None:
-        found = [Prompt(text, tuple(map(Path, arguments.image))) for text in arguments.prompt]
+        found = [Prompt(text, tuple(arguments.image)) for text in arguments.prompt]
     elif arguments.prompt_file is not None:
         found = _prompts_of_file(arguments)
     elif arguments.chat:
@@ -257,7 +204,7 @@ def _prompts_of_file(arguments: argparse.Namespace) -> list[Prompt]:
             "--image is given with --prompt-file",
             fix='write "images": ["FILE"] after each prompt of the file',
         )
-    path = Path(arguments.prompt_file)
+    path: Path = arguments.prompt_file
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -328,25 +275,20 @@ def _encode(
     return ids
 
 
-def _of_prompt(sampling: Sampling, number: int, loaded: LoadedModel, ids: Sequence[int]) -> Sampling:
+def _of_prompt(sampling: Sampling, number: int, generation: Generation, ids: Sequence[int]) -> Sampling:
     """Return the sampling of a prompt: its seed, and as many new tokens as the context has left."""
-    has_encoder = len(loaded.model.spec.stacks) > 1
-    most = min(sampling.max_new_tokens, text_context(loaded) + 1 - (1 if has_encoder else len(ids)))
+    taken = len(ids) if generation.start_id is None else 1
+    most = min(sampling.max_new_tokens, generation.context + 1 - taken)
     return dataclasses.replace(sampling, seed=sampling.seed + number, max_new_tokens=most)
 
 
-def _talk(
-    arguments: argparse.Namespace,
-    process: Process,
-    loaded: LoadedModel,
-    sampling: Sampling,
-    chat: Conversations,
-) -> None:
+def _talk(generation: Generation, sampling: Sampling, chat: Conversations) -> None:
     """Answer each line of standard input in one conversation, until its end; one that fills the context begins anew."""
+    arguments, process = generation.arguments, generation.process
     if process.ranks.size > 1 or arguments.json:
         raise ConfigError("--chat without a prompt is for one process and no --json", fix="give --prompt")
-    whole = [0] * max(1, text_context(loaded) + 1 - sampling.max_new_tokens)
-    engine = _engine(arguments, process, loaded, [whole], [_of_prompt(sampling, 0, loaded, whole)], None)
+    whole = [0] * max(1, generation.context + 1 - sampling.max_new_tokens)
+    engine = _engine(generation, [whole], [_of_prompt(sampling, 0, generation, whole)])
     mark = "> " if sys.stdin.isatty() else ""
     messages: list[dict[str, str]] = _system(arguments)
     _write(mark)
@@ -356,13 +298,13 @@ def _talk(
             ids = chat.encode({"messages": messages})
         except InvalidDocumentError as error:
             raise InputError(f"line {number + 1}: {error}", fix=error.fix) from error
-        if len(ids) > text_context(loaded):
+        if len(ids) > generation.context:
             process.note(
-                f"the conversation has {len(ids)} tokens, the context {text_context(loaded)}: it begins anew"
+                f"the conversation has {len(ids)} tokens, the context {generation.context}: it begins anew"
             )
             messages = _system(arguments)
         else:
-            text = engine.submit(ids, _of_prompt(sampling, number, loaded, ids))
+            text = engine.submit(ids, _of_prompt(sampling, number, generation, ids))
             while not engine.engine.is_idle:
                 for _, new in engine.step():
                     _write(new)

@@ -6,7 +6,6 @@ results = lm_eval.simple_evaluate(model=MegatrainLM("runs/a/checkpoints"), tasks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatrain.data.tasks.requests import Request, encode_pairs
 from megatrain.inference.sampling import Sampling
 from megatrain.inference.scoring import require_text_model, score
-from megatrain.inference.stored_model import ModelOptions, load_model, load_tensors
+from megatrain.inference.stored_model import ModelOptions
 from megatrain.inference.texts import TextEngine, encode_prompt, plan_cache
-from megatrain.process.available_memory import available_bytes
-from megatrain.tools.generation.load import foreign_reader
+from megatrain.tools.generation.load import free_bytes, read_model
 
 
 class MegatrainLM(LM):
@@ -46,8 +44,7 @@ class MegatrainLM(LM):
         self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
         kind = dtype or (torch.bfloat16 if self._torch_device.type == "cuda" else torch.float32)
         options = ModelOptions(device=self._torch_device, dtype=kind, is_unlimited=True, is_rounded=True)
-        reader = foreign_reader(load, print)
-        self.loaded = load_model(Path(load), options) if reader is None else load_tensors(reader, options)
+        self.loaded = read_model(load, options, print)
         require_text_model(self.loaded)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
@@ -90,7 +87,7 @@ class MegatrainLM(LM):
             dtype=loaded.dtype,
             max_tokens=loaded.max_context,
             num_sequences=min(len(prompts), self.batch_size),
-            limit_bytes=self._free_bytes() // 2,
+            limit_bytes=free_bytes(self._torch_device) // 2,
         )
         engine = TextEngine(loaded.model, loaded.tokenizer, plan, self._torch_device, loaded.end_ids)
         found = {
@@ -106,8 +103,3 @@ class MegatrainLM(LM):
     def _scores(self, rows: Sequence[Request]) -> list[tuple[float, bool]]:
         scores = score(self.loaded, rows, batch_size=self.batch_size, device=self._torch_device)
         return [(one.log_likelihood, one.is_greedy) for one in scores]
-
-    def _free_bytes(self) -> int:
-        if self._torch_device.type == "cuda":
-            return torch.cuda.mem_get_info(self._torch_device)[0]
-        return available_bytes()

@@ -20,7 +20,9 @@ from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.schema.training import HF_PREFIX
+from megatrain.inference.cache import CachePlan
 from megatrain.inference.stored_model import LoadedModel, ModelOptions, TensorRanks, load_model, load_tensors
+from megatrain.inference.texts import plan_cache
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint, padding_notes
@@ -28,6 +30,7 @@ from megatrain.parallel.messages import Messages
 from megatrain.parallel.process_groups import make_group
 from megatrain.process.available_memory import available_bytes
 from megatrain.tools.checkpoint.source import opened
+from megatrain.tools.subcommands import CommandParser
 from megatrain.training.launch.ranks import check_launch, join_store
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.logging.console import Console
@@ -57,66 +60,58 @@ class Process:
         return Messages(rank, size, handle)
 
 
-def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint_flags(parser: CommandParser) -> None:
     """Add the flags of the model."""
-    parser.add_argument(
-        "--load",
-        required=True,
-        metavar="FOLDER",
-        help="--save folder of a run, one of its iter_NNNNNNN folders, a folder of transformers (hf:FOLDER, or the FOLDER with"
+    parser.add(
+        "--load FOLDER",
+        "--save folder of a run, one of its iter_NNNNNNN folders, a folder of transformers (hf:FOLDER, or the FOLDER with"
         " config.json), or a checkpoint of Megatron-LM (torch_dist)",
+        required=True,
     )
-    parser.add_argument(
-        "--spec",
-        nargs="+",
-        default=(),
-        metavar="WORD",
-        help="function with the custom layers of the model, as in training: its code is never taken from a checkpoint",
+    parser.add(
+        "--spec WORD ...",
+        "function with the custom layers of the model, as in training: its code is never taken from a checkpoint",
+        (),
     )
-    parser.add_argument(
-        "--spec-digest",
-        metavar="DIGEST",
-        help="digest of the file of --spec, if it has changed since training (default: that of the checkpoint)",
+    parser.add(
+        "--spec-digest DIGEST",
+        "digest of the file of --spec, if it has changed since training (default: that of the checkpoint)",
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="device (default: cuda where there is a GPU, else cpu)"
-    )
-    parser.add_argument(
+    parser.add("--device", "device (default: cuda where there is a GPU, else cpu)", choices=("cpu", "cuda"))
+    parser.add(
         "--dtype",
+        "dtype of weights and cache (default: bf16 on GPUs, fp32 on the CPU)",
         choices=("bf16", "fp16", "fp32"),
-        help="dtype of weights and cache (default: bf16 on GPUs, fp32 on the CPU)",
     )
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: CommandParser) -> None:
     """Add the flags of the model and its memory."""
     add_checkpoint_flags(parser)
-    parser.add_argument(
-        "--cache-gb",
-        type=float,
-        metavar="GB",
-        help="limit of the cache of keys and values (default: 80%% of the free memory of a GPU, half of that of a host)",
+    parser.add(
+        "--cache-gb GB",
+        "limit of the cache of keys and values (default: 80%% of the free memory of a GPU, half of that of a host)",
+        of=float,
+        above=0,
     )
-    parser.add_argument(
-        "--max-sequences",
-        type=int,
-        default=64,
-        metavar="N",
-        help="maximum number of sequences that are computed together (default: 64)",
+    parser.add(
+        "--max-sequences N",
+        "maximum number of sequences that are computed together",
+        64,
+        at_least=1,
+        at_most=4096,
     )
-    parser.add_argument(
-        "--termination-id",
-        type=int,
-        metavar="ID",
-        help="token that ends a text (default: the tokenizer's end-of-document token, and each eos_token_id of a model's"
+    parser.add(
+        "--termination-id ID",
+        "token that ends a text (default: the tokenizer's end-of-document token, and each eos_token_id of a model's"
         " config.json and generation_config.json)",
+        of=int,
     )
-    parser.add_argument(
-        "--decoder-start-id",
-        type=int,
-        metavar="ID",
-        help="first token of the decoder of a model whose encoder reads the prompt (default: [CLS] of the tokenizer, or the"
+    parser.add(
+        "--decoder-start-id ID",
+        "first token of the decoder of a model whose encoder reads the prompt (default: [CLS] of the tokenizer, or the"
         " decoder_start_token_id of a model's config.json)",
+        of=int,
     )
 
 
@@ -154,12 +149,17 @@ def joined_process(arguments: argparse.Namespace, *, has_plain_output: bool = Fa
     watch.leave()
 
 
+def read_model(name: str, options: ModelOptions, note: Callable[[str], None]) -> LoadedModel:
+    """Read the model of --load; `note` gets lines about rows of the vocabulary."""
+    foreign = foreign_reader(name, note)
+    return load_model(Path(name), options) if foreign is None else load_tensors(foreign, options)
+
+
 def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
     """Load the model of --load; print what was loaded."""
-    device = process.device
-    default = "bf16" if device.type == "cuda" else "fp32"
+    default = "bf16" if process.device.type == "cuda" else "fp32"
     options = ModelOptions(
-        device=device,
+        device=process.device,
         dtype=_DTYPES[arguments.dtype or default],
         spec=tuple(arguments.spec),
         spec_digest=arguments.spec_digest,
@@ -167,51 +167,95 @@ def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
         is_unlimited=True,
         is_rounded=True,
     )
-    foreign = foreign_reader(arguments.load, process.note)
-    loaded = load_model(Path(arguments.load), options) if foreign is None else load_tensors(foreign, options)
+    loaded = read_model(arguments.load, options, process.note)
     for line in loaded.skipped:
         process.note(line)
     process.note(f"{loaded.path}, iteration {loaded.iteration}")
     return loaded
 
 
-def end_tokens(arguments: argparse.Namespace, loaded: LoadedModel) -> tuple[int, ...]:
-    """Return the tokens that end a text: --termination-id, checked against the vocabulary, or those of the model."""
-    size, chosen = loaded.model.spec.vocab_size, arguments.termination_id
-    if chosen is None:
-        return loaded.end_ids
-    if not 0 <= chosen < size:
-        raise ConfigError(
-            f"--termination-id {chosen}: the vocabulary has ids 0 to {size - 1}",
-            fix="give a --termination-id in it",
+@dataclass(frozen=True)
+class Generation:
+    """A loaded model that generates text in this process, as the flags of `add_model_flags` say."""
+
+    arguments: argparse.Namespace
+    process: Process
+    loaded: LoadedModel
+
+    @property
+    def context(self) -> int:
+        """Context that the text is in: of the decoder, if an encoder reads the prompt."""
+        return self.loaded.model.spec.stacks[-1].seq_length or self.loaded.max_context
+
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text: --termination-id, checked against the vocabulary, or those of the model."""
+        size, chosen = self.loaded.model.spec.vocab_size, self.arguments.termination_id
+        if chosen is None:
+            return self.loaded.end_ids
+        if not 0 <= chosen < size:
+            raise ConfigError(
+                f"--termination-id {chosen}: the vocabulary has ids 0 to {size - 1}",
+                fix="give a --termination-id in it",
+            )
+        return (chosen,)
+
+    @functools.cached_property
+    def start_id(self) -> int | None:
+        """First token of a decoder whose encoder reads the prompt; None: the prompt is continued."""
+        spec, given = self.loaded.model.spec, self.arguments.decoder_start_id
+        if len(spec.stacks) == 1:
+            if given is not None:
+                raise ConfigError(
+                    f"--decoder-start-id {given}: the model has no decoder after an encoder",
+                    fix="remove --decoder-start-id",
+                )
+            return None
+        start: int | None = self.loaded.start_id if given is None else given
+        if start is None or not 0 <= start < spec.vocab_size:
+            problem = "the tokenizer has no [CLS], with which the decoder begins"
+            if given is not None:
+                problem = f"--decoder-start-id {given}: the vocabulary has ids 0 to {spec.vocab_size - 1}"
+            raise ConfigError(
+                problem,
+                fix="give --decoder-start-id the token of the vocabulary with which the decoder's samples begin",
+            )
+        return start
+
+    def plan(self, *, max_tokens: int, max_prompt: int, num_sequences: int) -> CachePlan:
+        """Plan the cache, and print the plan.
+
+        Args:
+            max_prompt: most tokens of a prompt that an encoder reads.
+            num_sequences: at most --max-sequences of them are computed together.
+        """
+        plan = plan_cache(
+            self.loaded.model,
+            dtype=self.loaded.dtype,
+            max_tokens=max_tokens,
+            max_memory=0 if self.start_id is None else max_prompt,
+            num_sequences=min(num_sequences, self.arguments.max_sequences),
+            limit_bytes=self._cache_limit(),
         )
-    return (chosen,)
+        self.process.note(plan.description)
+        return plan
+
+    def _cache_limit(self) -> int:
+        """Return the bytes that a cache may take on each rank: all ranks get the same number."""
+        device = self.process.device
+        if self.arguments.cache_gb is not None:
+            return int(self.arguments.cache_gb * 1e9)
+        limit = int((0.8 if device.type == "cuda" else 0.5) * free_bytes(device))
+        if self.process.ranks.size > 1:
+            least = torch.tensor([limit], device=device)
+            dist.all_reduce(least, op=dist.ReduceOp.MIN)
+            limit = int(least)
+        return limit
 
 
-def cache_limit(arguments: argparse.Namespace, process: Process) -> int:
-    """Return the bytes that a cache may take on each rank: all ranks get the same number."""
-    if arguments.cache_gb is not None:
-        if not arguments.cache_gb > 0:
-            raise ConfigError(f"--cache-gb {arguments.cache_gb} is no size", fix="give a number above 0")
-        return int(arguments.cache_gb * 1e9)
-    if process.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(process.device)
-        limit = int(0.8 * free)
-    else:
-        limit = available_bytes() // 2
-    if process.ranks.size > 1:
-        least = torch.tensor([limit], device=process.device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        limit = int(least)
-    return limit
-
-
-def check_max_sequences(arguments: argparse.Namespace) -> int:
-    """Return --max-sequences."""
-    number: int = arguments.max_sequences
-    if not 1 <= number <= 4096:
-        raise ConfigError(f"--max-sequences {number} is not possible", fix="give a number from 1 to 4096")
-    return number
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU, or of the host."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
 
 
 def foreign_reader(name: str, note: Callable[[str], None]) -> TensorReader | None:
@@ -266,30 +310,3 @@ def chosen_device(wanted: str | None, environment: LaunchEnvironment) -> torch.d
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
-
-
-def decoder_start(arguments: argparse.Namespace, loaded: LoadedModel) -> int | None:
-    """Return the first token of a decoder whose encoder reads the prompt; None: the prompt is continued."""
-    size, given = loaded.model.spec.vocab_size, arguments.decoder_start_id
-    if len(loaded.model.spec.stacks) == 1:
-        if given is not None:
-            raise ConfigError(
-                f"--decoder-start-id {given}: the model has no decoder after an encoder",
-                fix="remove --decoder-start-id",
-            )
-        return None
-    start: int | None = loaded.start_id if given is None else given
-    if start is None or not 0 <= start < size:
-        problem = "the tokenizer has no [CLS], with which the decoder begins"
-        raise ConfigError(
-            problem
-            if given is None
-            else f"--decoder-start-id {given}: the vocabulary has ids 0 to {size - 1}",
-            fix="give --decoder-start-id the token of the vocabulary with which the decoder's samples begin",
-        )
-    return start
-
-
-def text_context(loaded: LoadedModel) -> int:
-    """Return the context that the text is in: of the decoder, if an encoder reads the prompt."""
-    return loaded.model.spec.stacks[-1].seq_length or loaded.max_context

@@ -19,21 +19,12 @@ from typing import Any
 from megatrain.config.errors import ConfigError, MegatrainError, Problem
 from megatrain.inference.leading_engine import LeadingEngine, follow
 from megatrain.inference.service import Service
-from megatrain.inference.texts import TextEngine, plan_cache
+from megatrain.inference.texts import TextEngine
 from megatrain.parallel.messages import Messages
 from megatrain.tools.generation.chat_request import ChatFormat
-from megatrain.tools.generation.load import (
-    add_model_flags,
-    cache_limit,
-    check_max_sequences,
-    decoder_start,
-    end_tokens,
-    joined_process,
-    load,
-    text_context,
-)
+from megatrain.tools.generation.load import Generation, add_model_flags, joined_process, load
 from megatrain.tools.generation.text_chat import TextChat, text_chat
-from megatrain.tools.subcommands import add_command
+from megatrain.tools.subcommands import CommandParser, add_command
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SECONDS_TO_END = 30.0
@@ -42,113 +33,81 @@ _SECONDS_TO_END = 30.0
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain serve`."""
-    parser = add_command(
-        commands,
-        "serve",
-        run=run,
-        description="Answer requests of OpenAI's completions API (POST /v1/completions, /v1/chat/completions) with the model of a checkpoint.",
-    )
+    parser = add_command(commands, "serve", run)
     add_model_flags(parser)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        metavar="N",
-        help="port; 0: a free one, which is printed (default: 8000)",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="name of the model in requests (default: the name of the folder)",
-    )
-    parser.add_argument(
-        "--image-folder",
-        type=Path,
-        metavar="FOLDER",
-        help="folder below which requests may name images as file: URLs (default: none; data: URLs always work)",
+    parser.add("--host", "address to listen on (default: 127.0.0.1, this machine alone)", "127.0.0.1")
+    parser.add("--port N", "port; 0: a free one, which is printed", 8000, at_least=0, at_most=65535)
+    parser.add("--served-model-name NAME", "name of the model in requests (default: the name of the folder)")
+    parser.add(
+        "--image-folder FOLDER",
+        "folder below which requests may name images as file: URLs (default: none; data: URLs always work)",
+        of=Path,
     )
     _add_limits(parser)
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-context",
-        type=int,
-        metavar="N",
-        help="most tokens of a prompt and its text together, or of a prompt that an encoder reads (default: the model's context)",
+def _add_limits(parser: CommandParser) -> None:
+    parser.add(
+        "--max-context N",
+        "most tokens of a prompt and its text together, or of a prompt that an encoder reads (default: the model's context)",
+        of=int,
+        at_least=1,
     )
-    parser.add_argument(
-        "--max-waiting",
-        type=int,
-        default=256,
-        metavar="N",
-        help="most sequences that wait for memory; further requests are refused (default: 256)",
+    parser.add(
+        "--max-waiting N",
+        "most sequences that wait for memory; further requests are refused",
+        256,
+        at_least=1,
     )
-    parser.add_argument(
-        "--max-connections",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="most connections; a further one ends the one that has been without a request for longest (default: 1024)",
+    parser.add(
+        "--max-connections N",
+        "most connections; a further one ends the one that has been without a request for longest",
+        1024,
+        at_least=1,
     )
-    parser.add_argument(
-        "--idle-seconds",
-        type=int,
-        default=30,
-        metavar="S",
-        help="time in which a connection must send the head of a request, or read a part of the answer (default: 30)",
+    parser.add(
+        "--idle-seconds S",
+        "time in which a connection must send the head of a request, or read a part of the answer",
+        30,
+        at_least=1,
+        at_most=3600,
     )
-    parser.add_argument(
-        "--max-body-mb", type=float, default=4.0, metavar="MB", help="size limit of a request (default: 4)"
-    )
-    parser.add_argument(
-        "--request-seconds",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="time limit of a request, with its wait for memory (default: 600)",
-    )
-    parser.add_argument(
-        "--stop-seconds",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="time that running requests have to finish when the server is stopped (default: 10)",
+    parser.add("--max-body-mb MB", "size limit of a request", 4.0, above=0)
+    parser.add("--request-seconds S", "time limit of a request, with its wait for memory", 600.0, above=0)
+    parser.add(
+        "--stop-seconds S",
+        "time that running requests have to finish when the server is stopped",
+        10.0,
+        at_least=0,
+        at_most=3600,
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the server until a signal; return the exit code."""
-    _check(arguments)
+def run(arguments: argparse.Namespace) -> None:
+    """Answer requests of OpenAI's completions API (POST /v1/completions, /v1/chat/completions) with the model of a checkpoint."""
+    _require_packages()
     with joined_process(arguments) as process:
         loaded = load(arguments, process)
-        start = decoder_start(arguments, loaded)
-        end_ids = end_tokens(arguments, loaded)
+        generation = Generation(arguments, process, loaded)
+        start, end_ids = generation.start_id, generation.end_ids
         most = arguments.max_context or loaded.max_context
         if most > loaded.max_context:
             raise ConfigError(
                 f"--max-context {most}: the model's context has {loaded.max_context} tokens",
                 fix=f"use --max-context {loaded.max_context} or less",
             )
-        plan = plan_cache(
-            loaded.model,
-            dtype=loaded.dtype,
-            max_tokens=most if start is None else text_context(loaded),
-            max_memory=0 if start is None else most,
-            num_sequences=check_max_sequences(arguments),
-            limit_bytes=cache_limit(arguments, process),
+        plan = generation.plan(
+            max_tokens=most if start is None else generation.context,
+            max_prompt=most,
+            num_sequences=arguments.max_sequences,
         )
-        process.note(plan.description)
         messages = process.messages()
         listener = _shared_listener(arguments, messages)
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 ends the others
             follow(TextEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, start), messages)
-            return 0
+            return
         engine = LeadingEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, messages, start)
         name = arguments.served_model_name or Path(arguments.load).resolve().name
         host, port = listener.getsockname()[:2]
@@ -167,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
                 loaded.model.spec, loaded.tokenizer, loaded.tiling, first_end, arguments.image_folder
             )
         )
-        return _serve(arguments, engine, listener, name=name, chat=chat)
+        _serve(arguments, engine, listener, name=name, chat=chat)
 
 
 def _serve(
@@ -177,7 +136,7 @@ def _serve(
     *,
     name: str,
     chat: ChatFormat | TextChat,
-) -> int:
+) -> None:
     import uvicorn  # noqa: PLC0415 (optional)
 
     from megatrain.tools.generation.http_app import CompletionsApp, Limits  # noqa: PLC0415 (optional packages)
@@ -234,7 +193,6 @@ def _serve(
     if not has_ended:
         raise MegatrainError("a pass of the model did not end", fix="check the device")
     print("> stopped; all memory of the cache is free", flush=True)
-    return 0
 
 
 def _http(arguments: argparse.Namespace, app: Any) -> Any:
@@ -263,30 +221,13 @@ def _http(arguments: argparse.Namespace, app: Any) -> Any:
     )
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _require_packages() -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"`megatrain serve` needs the packages {' and '.join(missing)}",
             fix="pip install 'megatrain[serve]'",
         )
-    wanted = {
-        "port": 0 <= arguments.port < 1 << 16,
-        "max_context": arguments.max_context is None or arguments.max_context >= 1,
-        "max_waiting": arguments.max_waiting >= 1,
-        "max_connections": arguments.max_connections >= 1,
-        "max_body_mb": arguments.max_body_mb > 0,
-        "request_seconds": arguments.request_seconds > 0,
-        "idle_seconds": 1 <= arguments.idle_seconds <= 3600,
-        "stop_seconds": 0 <= arguments.stop_seconds <= 3600,
-    }
-    for name, is_right in wanted.items():
-        if not is_right:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} {getattr(arguments, name)} is not possible",
-                fix=f"see `megatrain serve --help` for {flag}",
-            )
 
 
 def _shared_listener(arguments: argparse.Namespace, messages: Messages) -> socket.socket | None:

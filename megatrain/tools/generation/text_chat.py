@@ -18,7 +18,6 @@ from megatrain.tools.generation.completion_request import (
     CompletionRequest,
     RequestError,
     chat_request,
-    check_model,
     read_fields,
 )
 
@@ -45,8 +44,7 @@ class TextChat:
         """
         if self.conversations is None:
             raise RequestError(f"{self.problem}: use /v1/completions", code="unsupported_model", status=404)
-        fields: dict[str, Any] = read_fields(body, _FIELDS)
-        check_model(fields, model)
+        fields: dict[str, Any] = read_fields(body, _FIELDS, model)
         try:
             ids = self.conversations.encode(fields)
         except InvalidDocumentError as error:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config.errors import ConfigError, InputError
-from megatrain.storage.files import replace_file
-from megatrain.tools.ladder.law import Law, Point, fit
+from megatrain.tools.ladder.law import Law, Point
+from megatrain.tools.ladder.law import fit as fit_law
 from megatrain.tools.ladder.plot import Target, ladder_svg, short
 from megatrain.tools.ladder.runs import LadderRun, problems, read_ladder
-from megatrain.tools.subcommands import RUN_FLAGS, add_command
+from megatrain.tools.subcommands import add_command, write_output
 
 _RATIOS: Final = (5.0, 10.0, 20.0)
 _FAR: Final = 100
@@ -28,65 +28,43 @@ def add_flags(commands: Any) -> None:
         commands, "ladder", description="Write, compare and extrapolate a family of small runs."
     )
     actions = ladder.add_subparsers(dest="action", required=True, metavar="ACTION")
-    write = add_command(
-        actions, "write", run=write_runs, takes_run_flags=True, help="write the YAML files and the script of the runs",
-        usage="megatrain ladder write --folder FOLDER [options] FLAGS",
-        description=f"Write smaller and shorter runs than the one of FLAGS, and the script that runs them. {RUN_FLAGS}",
-    )  # fmt: skip
-    write.add_argument(
-        "--folder", required=True, metavar="FOLDER", help="folder for the files and for the runs"
+    write = add_command(actions, "write", write_runs, takes_run_flags=True, help="write the YAML files and the script of the runs", usage="megatrain ladder write --folder FOLDER [options] FLAGS")  # fmt: skip
+    write.add("--folder FOLDER", "folder for the files and for the runs", required=True, of=Path)
+    write.add(
+        "--widths H ...", "hidden sizes (default: four from 1/8 to 1/2 of the target's)", of=int, at_least=1
     )
-    write.add_argument(
-        "--widths",
-        type=int,
-        nargs="+",
-        metavar="H",
-        help="hidden sizes (default: four from 1/8 to 1/2 of the target's)",
+    write.add(
+        "--tokens-per-parameter R ...",
+        "tokens of a run, as multiples of its parameters",
+        _RATIOS,
+        of=float,
+        above=0,
     )
-    write.add_argument(
-        "--tokens-per-parameter", type=float, nargs="+", default=_RATIOS, metavar="R",
-        help="tokens of a run, as multiples of its parameters (default: 5 10 20)",
-    )  # fmt: skip
-    write.add_argument(
-        "--depth", choices=("scaled", "same"),
-        help="layers: in proportion to the width, or as many as the target (default: scaled; with --use-mup same)",
-    )  # fmt: skip
-    write.add_argument(
-        "--batch", type=int, metavar="SAMPLES", help="global batch size of the runs (default: the target's)"
+    write.add(
+        "--depth",
+        "layers: in proportion to the width, or as many as the target (default: scaled; with --use-mup same)",
+        choices=("scaled", "same"),
     )
-    write.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="data-parallel ranks of a run (default: 1)"
-    )
-    for name, run, text in (
-        ("compare", compare_runs, "print and draw the losses of finished runs by size and tokens"),
-        ("fit", fit_runs, "fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one"),
-    ):
-        command = add_command(actions, name, run=run, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        command.add_argument("runs", nargs="+", metavar="RUN", help="--save folder of a run")
-        command.add_argument("--output", metavar="FILE.svg", help="plot to write")
-        if name == "fit":
-            command.add_argument(
-                "--target-parameters", type=float, metavar="N", help="parameters to predict for"
-            )
-            command.add_argument("--target-tokens", type=float, metavar="D", help="tokens to predict for")
+    write.add("--batch SAMPLES", "global batch size of the runs (default: the target's)", of=int, at_least=1)
+    write.add("--ranks N", "data-parallel ranks of a run", 1, at_least=1)
+    finished = add_command(actions, "compare", compare)
+    fitted = add_command(actions, "fit", fit)
+    for parser in (finished, fitted):
+        parser.add("runs RUN ...", "--save folder of a run")
+        parser.add("--output FILE.svg", "plot to write", of=Path)
+    fitted.add("--target-parameters N", "parameters to predict for", of=float, above=0)
+    fitted.add("--target-tokens D", "tokens to predict for", of=float, above=0)
 
 
-def write_runs(arguments: argparse.Namespace) -> int:
-    """Write the files of a ladder; return the exit code."""
+def write_runs(arguments: argparse.Namespace) -> None:
+    """Write smaller and shorter runs than the one of FLAGS, and the script that runs them."""
     from megatrain.tools.ladder.family import LadderSpec, plan_ladder, write_ladder  # noqa: PLC0415 (imports the engine)
 
-    ratios, widths = tuple(arguments.tokens_per_parameter), arguments.widths
-    numbers = [*ratios, *(widths or ()), arguments.ranks, 1 if arguments.batch is None else arguments.batch]
-    if min(numbers) <= 0:
-        raise ConfigError(
-            f"{min(numbers):g} is not above 0",
-            fix="use numbers above 0 for the options of megatrain ladder write",
-        )
-    folder = Path(arguments.folder)
+    folder: Path = arguments.folder
     spec = LadderSpec(
         folder,
-        widths and tuple(sorted(set(widths))),
-        ratios,
+        arguments.widths and tuple(sorted(set(arguments.widths))),
+        tuple(arguments.tokens_per_parameter),
         arguments.depth,
         arguments.batch,
         arguments.ranks,
@@ -103,30 +81,26 @@ def write_runs(arguments: argparse.Namespace) -> int:
         f"then:      megatrain ladder fit {folder}/w*/ --target-parameters {ladder.parameters:.4g}"
         f" --target-tokens {ladder.tokens:.4g} --output {folder / 'ladder.svg'}"
     )
-    return 0
 
 
-def compare_runs(arguments: argparse.Namespace) -> int:
-    """Print and draw the losses of finished runs; return the exit code."""
+def compare(arguments: argparse.Namespace) -> None:
+    """Print and draw the losses of finished runs by size and tokens."""
     runs = _checked_runs(arguments, fits=False)
     points = [run.point for run in runs]
     _print_points(points, None)
     _draw(arguments, points, None, None, "Final losses")
-    return 0
 
 
-def fit_runs(arguments: argparse.Namespace) -> int:
-    """Fit the law, print it and the prediction, and draw both; return the exit code."""
+def fit(arguments: argparse.Namespace) -> None:
+    """Fit E + A/N^a + B/D^b to finished runs, and predict the loss of a larger one."""
     wanted = (arguments.target_parameters, arguments.target_tokens)
-    if any(one is None for one in wanted) != all(one is None for one in wanted) or any(
-        one is not None and not one > 0 for one in wanted
-    ):
+    if wanted.count(None) == 1:
         raise ConfigError(
-            f"--target-parameters {wanted[0]} and --target-tokens {wanted[1]} are not two numbers above 0",
+            f"--target-parameters {wanted[0]} and --target-tokens {wanted[1]} do not name a size and a number of tokens",
             fix="give both, such as --target-parameters 7e9 --target-tokens 140e9",
         )
     points = [run.point for run in _checked_runs(arguments, fits=True)]
-    law = fit(points)
+    law = fit_law(points)
     _print_points(points, law)
     found = law.coefficients
     print("L(N, D) = E + A / N^a + B / D^b, each with its 90 % interval:")
@@ -137,11 +111,10 @@ def fit_runs(arguments: argparse.Namespace) -> int:
         target = Target(*wanted, *law.predict(*wanted))
         _print_target(law, target, points, found)
     _draw(arguments, points, law, target, "Final losses and the fitted law, E + A / N^a + B / D^b")
-    return 0
 
 
 def _checked_runs(arguments: argparse.Namespace, *, fits: bool) -> list[LadderRun]:
-    if arguments.output is not None and not arguments.output.endswith(".svg"):
+    if arguments.output is not None and arguments.output.suffix != ".svg":
         raise ConfigError(
             f"--output {arguments.output}: the plot is an SVG file", fix="end its name with .svg"
         )
@@ -190,12 +163,5 @@ def _draw(
 ) -> None:
     if arguments.output is None:
         return
-    output = Path(arguments.output)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(output, [ladder_svg(points, law, target, title).encode()])
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output}: {error.strerror or error}", fix="name a file in a folder that can be written"
-        ) from error
-    print(f"{output}: open it in a browser")
+    write_output(arguments.output, ladder_svg(points, law, target, title))
+    print(f"{arguments.output}: open it in a browser")

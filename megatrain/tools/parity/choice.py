@@ -74,7 +74,7 @@ def _own_rows(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
         )
     precisions = _precisions_of(arguments)
     job = Job(layout, device=arguments.device, implementation=arguments.transformer_impl)
-    rows = [(one, _as_in(one, layout)) for one in precisions]
+    rows = [(one, layout if one == "fp64" else of_any_micro_batch(layout)) for one in precisions]
     rows = [
         (one, own) for one, own in rows if all(map(own.has, arguments.layouts)) and is_supported_in(one, own)
     ]
@@ -93,10 +93,6 @@ def _precisions_of(arguments: argparse.Namespace) -> tuple[Precision, ...]:
     if arguments.transformer_impl != "local":
         return (_precision_of_implementation(arguments),)
     return ("fp64", "fp32", "bf16") if arguments.precision is None else (arguments.precision,)
-
-
-def _as_in(precision: Precision, layout: Layout) -> Layout:
-    return layout if precision == "fp64" else of_any_micro_batch(layout)
 
 
 def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,49 +48,34 @@ class Distance:
 
 def judge(reference: Measured, answers: Sequence[Measured]) -> Distance:
     """Compare the ranks' answers with one process's. Some rank must hold every element."""
-    return _distance(
-        without_gradient(reference),
-        gradients=(reference.gradients, _parts(one.gradients for one in answers)),
-        weights=(reference.weights, _parts(one.weights for one in answers)),
-        loss=_relative([one.losses for one in answers], reference.losses),
-        norm=_relative([one.norms for one in answers], reference.norms),
+    return distance([reference], answers, without_gradient(reference))
+
+
+def distance(reference: Sequence[Measured], answers: Sequence[Measured], idle: AbstractSet[str]) -> Distance:
+    """Compare the answers of two numbers of ranks. `idle`: tensors without gradient."""
+    whole = _whole([part for one in reference for part in one.gradients])
+    gradients = [part for one in answers for part in one.gradients]
+    gradient, gradient_name = _furthest(whole, gradients, idle)
+    weights = [part for one in answers for part in one.weights]
+    weight, weight_name = _furthest(
+        _whole([part for one in reference for part in one.weights]), weights, idle
+    )
+    return Distance(
+        loss=_relative([one.losses for one in answers], reference[0].losses),
+        norm=_relative([one.norms for one in answers], reference[0].norms),
+        gradient=gradient,
+        gradient_name=gradient_name,
+        weight=weight,
+        weight_name=weight_name,
+        parts_norm=_parts_norm(whole, gradients),
     )
 
 
-def judge_first_step(
-    reference: Sequence[Measured], answers: Sequence[Measured], idle: frozenset[str]
-) -> Distance:
-    """Compare the first step only, with the optimizers' master weights, between the answers of several ranks."""
-    both = (reference, answers)
-    gradients, gradients_found = (_parts(one.gradients for one in ranks) for ranks in both)
-    weights, weights_found = (_parts(one.first_weights for one in ranks) for ranks in both)
-    return _distance(
-        idle,
-        gradients=(gradients, gradients_found),
-        weights=(weights, weights_found),
-        loss=_relative([one.losses[0] for one in answers], reference[0].losses[0]),
-        norm=_relative([one.norms[0] for one in answers], reference[0].norms[0]),
-    )
-
-
-def _parts(of_ranks: Iterable[Sequence[Part]]) -> list[Part]:
-    return [part for parts in of_ranks for part in parts]
-
-
-def _distance(
-    idle: AbstractSet[str],
-    *,
-    gradients: tuple[Sequence[Part], Sequence[Part]],
-    weights: tuple[Sequence[Part], Sequence[Part]],
-    loss: float,
-    norm: float,
-) -> Distance:
-    """Compute the distance; gradients and weights are (reference, answers)."""
-    whole = _whole(gradients[0])
-    gradient, gradient_name = _furthest(whole, gradients[1], idle)
-    weight, weight_name = _furthest(_whole(weights[0]), weights[1], idle)
-    parts_norm = _parts_norm(whole, gradients[1])
-    return Distance(loss, norm, gradient, gradient_name, weight, weight_name, parts_norm)
+def first_step(answers: Sequence[Measured]) -> list[Measured]:
+    """Return the answers after the first step, with the optimizers' master weights."""
+    return [
+        replace(one, losses=one.losses[:1], norms=one.norms[:1], weights=one.first_weights) for one in answers
+    ]
 
 
 def names_without_gradient(reference: Measured) -> frozenset[str]:

@@ -5,14 +5,15 @@
 
 The table lists features, not sizes: tensor parallelism is verified for the sizes 2, 3, 4 and 8 and allowed for any.
 
-To add a value of an option, add a `Feature` with its flags. To add an option, add an `Option` with at least two features; the first is the
-default of a row. To add a model, add a line to models.py.
+To add a value of an option, add its name and its flags, as a `Feature` if it needs or excludes others of its own. To add an option, add
+one with at least two features; the first is the default of a row. To add a model, add a line to models.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from megatrain.config.schema.pipeline_schedules import (
@@ -54,12 +55,24 @@ class Option:
         return {word: flags for feature in self.features for word, flags in feature.words().items()}
 
 
-def _option(name: str, *features: Feature) -> Option:
-    return Option(name, features)
+def _option(
+    name: str,
+    *features: Feature,
+    needs: tuple[str, ...] = (),
+    is_layout: bool = False,
+    **flags: str | Mapping[str, str],
+) -> Option:
+    """Return an option.
+
+    Args:
+        needs: of all features but the first.
+        flags: of further features, by name.
+    """
+    default, *others = (*features, *(Feature(feature, own) for feature, own in flags.items()))
+    return Option(name, (default, *(replace(one, needs=one.needs or needs) for one in others)), is_layout)
 
 
-def _layout(name: str, *features: Feature) -> Option:
-    return Option(name, features, is_layout=True)
+_layout = functools.partial(_option, is_layout=True)
 
 
 def _sizes(flag: str, word: str, *numbers: int) -> dict[str, str]:
@@ -73,56 +86,30 @@ _REPLICAS: Final = ("dp", "cp")
 """Features that create replicas: a run that uses neither has one replica only."""
 
 OPTIONS: Final[tuple[Option, ...]] = (
-    _layout(
-        "tensor parallelism",
-        Feature("tp1"),
-        Feature("tp", _sizes("--tensor-model-parallel-size", "tp", 2, 3, 4, 8)),
-    ),
+    _layout("tensor parallelism", tp1="", tp=_sizes("--tensor-model-parallel-size", "tp", 2, 3, 4, 8)),
     _option(
         "key-value replication",
-        Feature("nocopies"),
-        Feature(
-            "copies", _sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4), needs=("tp",)
-        ),
+        nocopies="",
+        copies=_sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4),
+        needs=("tp",),
     ),
+    _layout("sequence parallelism", nosp="", sp="--sequence-parallel", needs=("tp",)),
     _layout(
-        "sequence parallelism",
-        Feature("nosp"),
-        Feature("sp", "--sequence-parallel", needs=("tp",)),
+        "tensor communication", tpwaits="--no-tp-comm-overlap", tpoverlap="--tp-comm-overlap", needs=("sp",)
     ),
-    _layout(
-        "tensor communication",
-        Feature("tpwaits", "--no-tp-comm-overlap"),
-        Feature("tpoverlap", "--tp-comm-overlap", needs=("sp",)),
-    ),
-    _layout(
-        "context parallelism",
-        Feature("cp1"),
-        Feature("cp", _sizes("--context-parallel-size", "cp", 2, 4)),
-    ),
+    _layout("context parallelism", cp1="", cp=_sizes("--context-parallel-size", "cp", 2, 4)),
     _layout(
         "context communication",
-        Feature("ring", "--cp-comm-type p2p"),
-        Feature("allgather", "--cp-comm-type all_gather", needs=("cp",)),
-        Feature("heads", "--cp-comm-type a2a", needs=("cp",)),
-        Feature("a2aring", "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", needs=("cp",)),
-        Feature(
-            "a2agather",
-            "--cp-comm-type a2a+all_gather --hierarchical-context-parallel-sizes 2 2",
-            needs=("cp",),
-        ),
-        Feature("mixedcomm", "--cp-comm-type p2p all_gather a2a p2p", needs=("cp",)),
+        ring="--cp-comm-type p2p",
+        allgather="--cp-comm-type all_gather",
+        heads="--cp-comm-type a2a",
+        a2aring="--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        a2agather="--cp-comm-type a2a+all_gather --hierarchical-context-parallel-sizes 2 2",
+        mixedcomm="--cp-comm-type p2p all_gather a2a p2p",
+        needs=("cp",),
     ),
-    _layout(
-        "data parallelism",
-        Feature("dp1"),
-        Feature("dp", _sizes("", "dp", 2, 3, 4, 8)),
-    ),
-    _layout(
-        "pipeline parallelism",
-        Feature("pp1"),
-        Feature("pp", _sizes("--pipeline-model-parallel-size", "pp", 2, 4)),
-    ),
+    _layout("data parallelism", dp1="", dp=_sizes("", "dp", 2, 3, 4, 8)),
+    _layout("pipeline parallelism", pp1="", pp=_sizes("--pipeline-model-parallel-size", "pp", 2, 4)),
     _layout(
         "pipeline schedule",
         Feature(ONE_CHUNK),
@@ -138,49 +125,41 @@ OPTIONS: Final[tuple[Option, ...]] = (
         ),
     ),
     _layout(
-        "pipeline communication",
-        Feature("postsreceives"),
-        Feature("noposts", "--no-overlap-p2p-communication", needs=("pp",)),
+        "pipeline communication", postsreceives="", noposts="--no-overlap-p2p-communication", needs=("pp",)
     ),
     _layout(
         "pipeline split",
-        Feature("equalstages"),
-        Feature("balanced", "--pipeline-model-parallel-layout auto", needs=("pp",)),
-        Feature(
-            "unevenstages",
-            {
-                "uneven2": "--pipeline-model-parallel-layout Ettt|tL",
-                "uneven4": "--pipeline-model-parallel-layout E|tt|t|tL",
-                "mtpalone": "--pipeline-model-parallel-layout Ett|tt|mm|L",
-            },
-            needs=("pp",),
-        ),
+        equalstages="",
+        balanced="--pipeline-model-parallel-layout auto",
+        unevenstages={
+            "uneven2": "--pipeline-model-parallel-layout Ettt|tL",
+            "uneven4": "--pipeline-model-parallel-layout E|tt|t|tL",
+            "mtpalone": "--pipeline-model-parallel-layout Ett|tt|mm|L",
+        },
+        needs=("pp",),
     ),
-    _layout(
-        "rank order",
-        Feature("dpfirst"),
-        Feature("ppfirst", "--use-tp-pp-dp-mapping", needs=("pp",)),
-    ),
+    _layout("rank order", dpfirst="", ppfirst="--use-tp-pp-dp-mapping", needs=("pp",)),
     _layout(
         "sharding over replicas",
         Feature("zero0", "--no-use-distributed-optimizer", excludes=("instances",)),
-        Feature("zero1", "--use-distributed-optimizer", needs=_REPLICAS),
-        Feature("zero2", "--data-parallel-sharding-strategy optim_grads", needs=_REPLICAS),
-        Feature("zero3", "--data-parallel-sharding-strategy optim_grads_params", needs=_REPLICAS),
+        Feature("zero1", "--use-distributed-optimizer"),
+        Feature("zero2", "--data-parallel-sharding-strategy optim_grads"),
+        Feature("zero3", "--data-parallel-sharding-strategy optim_grads_params"),
+        needs=_REPLICAS,
     ),
     _layout(
         "optimizer instances",
-        Feature("oneinstance"),
-        Feature(
-            "instances", _sizes("--num-distributed-optimizer-instances", "instances", 2), needs=_REPLICAS
-        ),
+        oneinstance="",
+        instances=_sizes("--num-distributed-optimizer-instances", "instances", 2),
+        needs=_REPLICAS,
     ),
     _layout(
         "overlap",
-        Feature("nooverlap", "--no-overlap-grad-reduce --no-overlap-param-gather"),
-        Feature("overlap", "--overlap-grad-reduce --overlap-param-gather", needs=_REPLICAS),
-        Feature("overlapgrads", "--overlap-grad-reduce --no-overlap-param-gather", needs=_REPLICAS),
-        Feature("overlapweights", "--no-overlap-grad-reduce --overlap-param-gather", needs=_REPLICAS),
+        nooverlap="--no-overlap-grad-reduce --no-overlap-param-gather",
+        overlap="--overlap-grad-reduce --overlap-param-gather",
+        overlapgrads="--overlap-grad-reduce --no-overlap-param-gather",
+        overlapweights="--no-overlap-grad-reduce --overlap-param-gather",
+        needs=_REPLICAS,
     ),
     _layout(
         "recomputation",
@@ -219,136 +198,90 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     _option(
         "experts",
-        Feature("dense"),
-        Feature(
-            "experts",
-            {
-                "mixtral": "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 48 --moe-router-topk 2",
-                "deepseek": (
-                    "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 24 --moe-layer-freq [0]+[1]*3"
-                    " --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2"
-                    " --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
-                    " --moe-router-bias-update-rate 0.1 --moe-router-topk-scaling-factor 2.5"
-                    " --moe-shared-expert-intermediate-size 48"
-                ),
-                "qwenmoe": (
-                    "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq 2"
-                    " --moe-router-topk 1 --moe-router-pre-softmax --moe-input-jitter-eps 0.05"
-                    " --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate"
-                ),
-                "latentexperts": (
-                    "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1]*2"
-                    " --moe-router-topk 3 --moe-latent-size 24 --moe-shared-expert-intermediate-size 24"
-                ),
-                "biasedexperts": (
-                    "--no-disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2"
-                    " --moe-shared-expert-intermediate-size 24"
-                ),
-            },
-        ),
+        dense="",
+        experts={
+            "mixtral": "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 48 --moe-router-topk 2",
+            "deepseek": (
+                "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 24 --moe-layer-freq [0]+[1]*3"
+                " --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2"
+                " --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+                " --moe-router-bias-update-rate 0.1 --moe-router-topk-scaling-factor 2.5"
+                " --moe-shared-expert-intermediate-size 48"
+            ),
+            "qwenmoe": (
+                "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq 2"
+                " --moe-router-topk 1 --moe-router-pre-softmax --moe-input-jitter-eps 0.05"
+                " --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate"
+            ),
+            "latentexperts": (
+                "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1]*2"
+                " --moe-router-topk 3 --moe-latent-size 24 --moe-shared-expert-intermediate-size 24"
+            ),
+            "biasedexperts": (
+                "--no-disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2"
+                " --moe-shared-expert-intermediate-size 24"
+            ),
+        },
     ),
     _layout(
         "expert parallelism",
-        Feature("ep1"),
-        Feature("ep", _sizes("--expert-model-parallel-size", "ep", 2, 4), needs=("experts",)),
+        ep1="",
+        ep=_sizes("--expert-model-parallel-size", "ep", 2, 4),
+        needs=("experts",),
     ),
     _layout(
         "expert tensor parallelism",
-        Feature("etp1", "--expert-tensor-parallel-size 1"),
-        Feature("etp", _sizes("--expert-tensor-parallel-size", "etp", 2), needs=("experts",)),
+        etp1="--expert-tensor-parallel-size 1",
+        etp=_sizes("--expert-tensor-parallel-size", "etp", 2),
+        needs=("experts",),
     ),
     _layout(
         "dispatcher",
-        Feature("alltokens"),
-        Feature("scarce", "--moe-expert-rank-capacity-factor 0.5", needs=("ep",)),
-        Feature(
-            "alltoall", "--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather", needs=("ep",)
-        ),
-        Feature(
-            "hosts",
-            "--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather --moe-alltoall-ranks-per-host 2",
-            needs=("ep",),
-        ),
+        alltokens="",
+        scarce="--moe-expert-rank-capacity-factor 0.5",
+        alltoall="--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather",
+        hosts="--moe-token-dispatcher-type alltoall --no-moe-alltoall-as-allgather --moe-alltoall-ranks-per-host 2",
+        needs=("ep",),
     ),
     _layout(
         "expert communication",
-        Feature("moewaits"),
-        Feature("moeoverlap", "--overlap-moe-expert-parallel-comm", needs=("ep", "etp")),
+        moewaits="",
+        moeoverlap="--overlap-moe-expert-parallel-comm",
+        needs=("ep", "etp"),
     ),
     _option(
         "balancing",
-        Feature("unbalanced"),
-        Feature(
-            "auxloss",
-            "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
-            needs=("experts",),
-        ),
-        Feature(
-            "seqauxloss",
-            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
-            needs=("experts",),
-        ),
-        Feature(
-            "globalauxloss",
-            "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
-            needs=("experts",),
-        ),
-        Feature(
-            "severallosses",
-            (
-                "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss"
-                " --moe-aux-loss-coeff 0.1 0.2 0.05"
-            ),
-            needs=("experts",),
-        ),
-        Feature("sinkhorn", "--moe-router-load-balancing-type sinkhorn", needs=("experts",)),
-        Feature(
-            "quantilebalancing",
-            {
-                "quantiles": (
-                    "--moe-router-load-balancing-type quantile_balancing"
-                    " --moe-router-quantile-balancing-ema 0.3"
-                )
-            },
-            needs=("experts",),
-        ),
+        unbalanced="",
+        auxloss="--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
+        seqauxloss="--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+        globalauxloss="--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+        severallosses="--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss"
+        " --moe-aux-loss-coeff 0.1 0.2 0.05",
+        sinkhorn="--moe-router-load-balancing-type sinkhorn",
+        quantiles="--moe-router-load-balancing-type quantile_balancing --moe-router-quantile-balancing-ema 0.3",
+        needs=("experts",),
     ),
     _option(
         "capacity",
-        Feature("dropless"),
-        Feature(
-            "capacity",
-            {
-                "dropping": "--moe-expert-capacity-factor 0.8",
-                "dropspadded": (
-                    "--moe-expert-capacity-factor 1.1 --moe-token-drop-policy position"
-                    " --moe-pad-expert-input-to-capacity"
-                ),
-            },
-            needs=("experts",),
-        ),
+        dropless="",
+        capacity={
+            "dropping": "--moe-expert-capacity-factor 0.8",
+            "dropspadded": (
+                "--moe-expert-capacity-factor 1.1 --moe-token-drop-policy position"
+                " --moe-pad-expert-input-to-capacity"
+            ),
+        },
+        needs=("experts",),
     ),
-    _option(
-        "embeddings",
-        Feature("untied", "--untie-embeddings-and-output-weights"),
-        Feature("tied"),
-    ),
-    _option(
-        "documents",
-        Feature("whole"),
-        Feature("documents", "--reset-attention-mask --reset-position-ids"),
-    ),
+    _option("embeddings", untied="--untie-embeddings-and-output-weights", tied=""),
+    _option("documents", whole="", documents="--reset-attention-mask --reset-position-ids"),
     _option(
         "attention dropout",
-        Feature("noattentiondropout", "--attention-dropout 0"),
-        Feature("attentiondropout", "--attention-dropout 0.1"),
+        noattentiondropout="--attention-dropout 0",
+        attentiondropout="--attention-dropout 0.1",
     ),
-    _option(
-        "loss",
-        Feature("means"),
-        Feature("tokens", "--calculate-per-token-loss"),
-    ),
-    _option("z-loss", Feature("nozloss"), Feature("zloss", "--z-loss-coeff 0.01")),
+    _option("loss", means="", tokens="--calculate-per-token-loss"),
+    _option("z-loss", nozloss="", zloss="--z-loss-coeff 0.01"),
     _option(
         "multi-token prediction",
         Feature("onetoken"),
@@ -387,7 +320,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
             needs=("pp1",),
         ),
     ),
-    _option("loss scale", Feature("noscale"), Feature("scale", "--loss-scale 30000")),
+    _option("loss scale", noscale="", scale="--loss-scale 30000"),
     _option(
         "optimizer",
         Feature("adam", "--optimizer adam"),
@@ -409,24 +342,12 @@ OPTIONS: Final[tuple[Option, ...]] = (
         ),
     ),
     _layout(
-        "optimizer state",
-        Feature("ondevice"),
-        Feature("offload", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
+        "optimizer state", ondevice="", offload="--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
     ),
+    _option("learning rate", onerate="", tworates="--decoupled-lr 3e-3"),
+    _option("clipping", clip="--clip-grad 0.5", noclip="--clip-grad 0"),
     _option(
-        "learning rate",
-        Feature("onerate"),
-        Feature("tworates", "--decoupled-lr 3e-3"),
-    ),
-    _option(
-        "clipping",
-        Feature("clip", "--clip-grad 0.5"),
-        Feature("noclip", "--clip-grad 0"),
-    ),
-    _option(
-        "attention logits",
-        Feature("unclipped"),
-        Feature("qkclip", "--qk-clip --qk-clip-threshold 1e-3 --qk-clip-alpha 0.3"),
+        "attention logits", unclipped="", qkclip="--qk-clip --qk-clip-threshold 1e-3 --qk-clip-alpha 0.3"
     ),
 )
 
@@ -435,30 +356,24 @@ _DYNAMIC_PACKS: Final = (
 )
 PACKS: Final = _layout(
     "packs",
-    Feature("unpacked"),
-    Feature(
-        "packs",
-        {
-            "packs": f"{_DYNAMIC_PACKS} a2a",
-            "packsgather": f"{_DYNAMIC_PACKS} all_gather",
-            "fixedpacks": "--pack-documents --cp-comm-type a2a",
-            "firstfit": "--pack-documents --cp-comm-type a2a --sequence-packing-scheduler first_fit",
-        },
-        needs=("tokens",),
-    ),
+    unpacked="",
+    packs={
+        "packs": f"{_DYNAMIC_PACKS} a2a",
+        "packsgather": f"{_DYNAMIC_PACKS} all_gather",
+        "fixedpacks": "--pack-documents --cp-comm-type a2a",
+        "firstfit": "--pack-documents --cp-comm-type a2a --sequence-packing-scheduler first_fit",
+    },
+    needs=("tokens",),
 )
 """Documents are the samples up to their last token that counts. They are combined with little else: `PACKED_ROWS` has the rows."""
 
 ADAPTERS: Final = _option(
     "adapters",
-    Feature("noadapters"),
-    Feature(
-        "lora",
-        {
-            "lora": "--lora-rank 3 --lora-dropout 0.1",
-            "somelora": "--lora-rank 2 --lora-alpha 5 --lora-target-modules q_proj o_proj up_proj",
-        },
-    ),
+    noadapters="",
+    lora={
+        "lora": "--lora-rank 3 --lora-dropout 0.1",
+        "somelora": "--lora-rank 2 --lora-alpha 5 --lora-target-modules q_proj o_proj up_proj",
+    },
 )
 """They leave all other weights frozen: `ADAPTER_ROWS` has the rows, and real runs draw them."""
 
@@ -477,59 +392,41 @@ matchers:
 NUMBER_FORMATS: Final[tuple[Option, ...]] = (
     _option(
         "FP8",
-        Feature("nofp8"),
-        Feature(
-            "fp8",
-            {
-                "fp8tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
-                "fp8delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1",
-                "fp8bf16wgrad": "--fp8-format e4m3 --fp8-recipe tensorwise --no-fp8-wgrad",
-                "fp8blockwise": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 4",
-                "fp8e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
-                "nvfp4": "--fp4-format e2m1",
-                "fp8gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
-                "fp8delayedgather": (
-                    "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1"
-                    " --fp8-param-gather"
-                ),
-                "fp8modules": "--fp8-format hybrid --fp8-block-size 4 --te-precision-config-file fp8_modules.yaml",
-            },
-        ),
+        nofp8="",
+        fp8={
+            "fp8tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+            "fp8delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1",
+            "fp8bf16wgrad": "--fp8-format e4m3 --fp8-recipe tensorwise --no-fp8-wgrad",
+            "fp8blockwise": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 4",
+            "fp8e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
+            "nvfp4": "--fp4-format e2m1",
+            "fp8gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+            "fp8delayedgather": (
+                "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1"
+                " --fp8-param-gather"
+            ),
+            "fp8modules": "--fp8-format hybrid --fp8-block-size 4 --te-precision-config-file fp8_modules.yaml",
+        },
     ),
-    _option(
-        "gradient reduction dtype",
-        Feature("sumsfp32"),
-        Feature("sumsbf16", "--grad-reduce-in-bf16", needs=_REPLICAS),
-    ),
+    _option("gradient reduction dtype", sumsfp32="", sumsbf16="--grad-reduce-in-bf16", needs=_REPLICAS),
     _option(
         "moments",
-        Feature("momentsfp32"),
-        Feature(
-            "momentsbf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", needs=("adam", "lion", "muon")
-        ),
+        momentsfp32="",
+        momentsbf16="--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        needs=("adam", "lion", "muon"),
     ),
-    _option(
-        "average of weights",
-        Feature("unaveraged"),
-        Feature("ema", "--ema-decay 0.5 --eval-with-ema"),
-    ),
+    _option("average of weights", unaveraged="", ema="--ema-decay 0.5 --eval-with-ema"),
     _option(
         "Muon matmul precision",
-        Feature("muonbf16"),
-        Feature(
-            "muonfp32",
-            {"muontf32": "--muon-fp32-matmul-prec high", "muonfp32": "--muon-fp32-matmul-prec highest"},
-            needs=("muon",),
-        ),
+        muonbf16="",
+        muonfp32={"muontf32": "--muon-fp32-matmul-prec high", "muonfp32": "--muon-fp32-matmul-prec highest"},
+        needs=("muon",),
     ),
     _option(
         "router dtype",
-        Feature("routersdefault"),
-        Feature(
-            "routershigh",
-            {"routersfp32": "--moe-router-dtype fp32", "routersfp64": "--moe-router-dtype fp64"},
-            needs=("experts",),
-        ),
+        routersdefault="",
+        routershigh={"routersfp32": "--moe-router-dtype fp32", "routersfp64": "--moe-router-dtype fp64"},
+        needs=("experts",),
     ),
 )
 """They change results by rounding. fp64 rows leave them out; low-precision rows are compared with a noise level that includes them."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from megatrain.model.implementations.transformer_engine import library
-from megatrain.tools.parity.compare import Distance, judge, judge_first_step, without_gradient
+from megatrain.tools.parity.compare import Distance, distance, first_step, judge, without_gradient
 from megatrain.tools.parity.measure import Implementation, Job, Measured, Precision, RunOfRank, measure
 from megatrain.tools.parity.rows import MAX_RANKS, MICRO_BATCH, WITHOUT_FORMATS, Layout
 from megatrain.tools.parity.tables import is_row
@@ -188,12 +188,10 @@ class LowPrecisionComparer:
         order_noise: tuple[float, ...] = ()
         usual = fewest.but("sumsfp32")
         if usual != layout:
-            idle, first = without_gradient(truth), self._run(self._job(usual))
-            order = judge_first_step(first, found, idle)
-            others = [
-                judge_first_step(first, self._run(job), idle) for job in orders(self._noisy_job(fewest))
-            ]
-            order_noise = _largest(others)
+            idle, first = without_gradient(truth), first_step(self._run(self._job(usual)))
+            order = distance(first, first_step(found), idle)
+            others = [first_step(self._run(job)) for job in orders(self._noisy_job(fewest))]
+            order_noise = _largest([distance(first, other, idle) for other in others])
         exact = judge(truth, _to_first_norm(found))
         verdict = LowPrecisionVerdict(self.precision, exact, self._noise(layout), order, order_noise)
         for draw in range(1, NUM_DRAWS):

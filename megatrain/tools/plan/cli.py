@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatrain.config.errors import ConfigError
@@ -17,16 +18,12 @@ from megatrain.tools.plan.hardware import GPUS, Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.memory import planned_bytes
 from megatrain.tools.plan.search import Found, Run, best_layouts, evaluate
-from megatrain.tools.subcommands import RUN_FLAGS, add_command
+from megatrain.tools.subcommands import add_command
 
 
 def add_flags(commands: Any) -> None:
     """Add `megatrain plan`."""
-    plan = add_command(
-        commands,
-        "plan",
-        description="Without WHAT: layouts.",
-    )
+    plan = add_command(commands, "plan", description="Without WHAT: layouts.")
     actions = plan.add_subparsers(dest="action", required=True, metavar="WHAT")
     _add_layouts(actions)
     _add_pipeline(actions)
@@ -37,77 +34,60 @@ def _add_layouts(actions: Any) -> None:
     layouts = add_command(
         actions,
         "layouts",
-        run=run,
+        run,
         takes_run_flags=True,
         help="find the layouts of a run that fit, with predicted time and memory",
         usage="%(prog)s FLAGS --world-size N [--gpu NAME] [--memory-gb GB] [--gpus-per-node N] [--network-gbits G]"
         " [--top N] [--search] [--json] [--failures]",
-        description="Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their"
-        f" flags. Layout flags on the command line are kept without --search, layout flags of a --config file are not. {RUN_FLAGS}",
     )
-    layouts.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs of the run")
-    layouts.add_argument("--gpu", choices=tuple(GPUS), default="H100", help="GPU, SXM (default: %(default)s)")
-    layouts.add_argument(
-        "--memory-gb",
-        type=float,
-        metavar="GB",
-        help="memory of a GPU for tensors, in 10^9 bytes (default: the GPU's, less 4 for CUDA, NCCL and fragmentation)",
+    layouts.add("--world-size N", "GPUs of the run", of=int, required=True, at_least=1)
+    layouts.add("--gpu", "GPU, SXM", "H100", choices=tuple(GPUS))
+    layouts.add(
+        "--memory-gb GB",
+        "memory of a GPU for tensors, in 10^9 bytes (default: the GPU's, less 4 for CUDA, NCCL and fragmentation)",
+        of=float,
+        above=0,
     )
-    layouts.add_argument(
-        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs that NVLink connects (default: 8)"
+    layouts.add("--gpus-per-node N", "GPUs that NVLink connects", 8, at_least=1)
+    layouts.add(
+        "--network-gbits G",
+        "Gbit/s of the network between nodes for each GPU (default: 400, with the A100 200)",
+        of=float,
+        above=0,
     )
-    layouts.add_argument(
-        "--network-gbits",
-        type=float,
-        metavar="G",
-        help="Gbit/s of the network between nodes for each GPU (default: 400, with the A100 200)",
-    )
-    layouts.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default: 5)")
-    layouts.add_argument(
-        "--search",
-        action="store_true",
-        help="search other layouts than that of the flags, and list it with them",
-    )
-    layouts.add_argument("--json", action="store_true", help="print one JSON object")
+    layouts.add("--top N", "layouts to print", 5, at_least=1)
+    layouts.add("--search", "search other layouts than that of the flags, and list it with them")
+    layouts.add("--json", "print one JSON object")
     failures.add_flags(layouts)
 
 
 def _add_pipeline(actions: Any) -> None:
     """Add `megatrain plan pipeline`."""
     plan = add_command(
-        actions,
-        "pipeline",
-        run=pipeline.run,
-        help="find the best pipeline schedule and split for given times",
-        description="Simulate every pipeline schedule and split of the layers; print a table, the fastest first.",
+        actions, "pipeline", pipeline.run, help="find the best pipeline schedule and split for given times"
     )
-    plan.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks")
-    plan.add_argument("--layers", type=int, required=True, metavar="L", help="layers of the model")
-    plan.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
-    times = {
-        "--forward": (1.0, "time of a layer's forward pass"),
-        "--backward": (1.0, "time of the gradients of a layer's input"),
-        "--weight-gradient": (1.0, "time of a layer's weight gradients"),
-        "--head": (0.0, "cost of the head, as a multiple of a layer's"),
-        "--transfer": (0.0, "time of a message between ranks"),
-        "--combined": (
-            1.0,
-            "time of a forward and a backward pass that run together, as a fraction of both",
-        ),
-    }
-    for flag, (default, text) in times.items():
-        plan.add_argument(
-            flag, type=float, default=default, metavar="T", help=f"{text} (default: {default:g})"
-        )
-    plan.add_argument(
-        "--schedule", metavar="NAME", help="only this value of --pipeline-schedule (default: all)"
+    plan.add("--ranks P", "pipeline ranks", of=int, required=True, at_least=1)
+    plan.add("--layers L", "layers of the model", of=int, required=True, at_least=1)
+    plan.add("--microbatches M", "micro-batches of a step", of=int, required=True, at_least=1)
+    plan.add("--forward T", "time of a layer's forward pass", 1.0, at_least=0)
+    plan.add("--backward T", "time of the gradients of a layer's input", 1.0, at_least=0)
+    plan.add("--weight-gradient T", "time of a layer's weight gradients", 1.0, at_least=0)
+    plan.add("--head T", "cost of the head, as a multiple of a layer's", 0.0, at_least=0)
+    plan.add("--transfer T", "time of a message between ranks", 0.0, at_least=0)
+    plan.add(
+        "--combined T",
+        "time of a forward and a backward pass that run together, as a fraction of both",
+        1.0,
+        at_least=0,
     )
-    plan.add_argument("--output", metavar="FILE", help="SVG file for the timeline of the fastest")
+    plan.add("--schedule NAME", "only this value of --pipeline-schedule (default: all)")
+    plan.add("--output FILE", "SVG file for the timeline of the fastest", of=Path)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the fastest layouts of a run; return the exit code."""
-    failures.check_flags(arguments)
+def run(arguments: argparse.Namespace) -> None:
+    """Predict step time, MFU and memory of the layouts of a run that fit, and print the fastest with their flags. Layout
+    flags on the command line are kept without --search, layout flags of a --config file are not.
+    """
     cluster = _cluster(arguments)
     limit = arguments.memory_gb * 1e9 if arguments.memory_gb is not None else cluster.gpu.usable_bytes
     one_run = dataclasses.replace(Run.of(arguments.run_flags, cluster), keeps_layout=not arguments.search)
@@ -126,11 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
         more = {} if lost is None else {"failures": failures.to_dict(lost)}
         print(json.dumps(_to_dict(found, given, limit) | more))
     else:
-        print("\n".join(_text(one_run, workload, found, given, limit)))
-        print(
-            "\n".join(failures.text(lost) if lost is not None else ()), end="\n" if lost is not None else ""
-        )
-    return 0
+        lines = [*_text(one_run, workload, found, given, limit), *(failures.text(lost) if lost else ())]
+        print("\n".join(lines))
 
 
 def _losses(arguments: argparse.Namespace, one_run: Run, layout: Found) -> failures.Losses | None:
@@ -147,12 +124,6 @@ def _losses(arguments: argparse.Namespace, one_run: Run, layout: Found) -> failu
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
-    for name in ("world_size", "gpus_per_node", "top"):
-        if getattr(arguments, name) < 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} {getattr(arguments, name)} is below 1", fix=f"give {flag} a positive number"
-            )
     gpu, gbits = GPUS[arguments.gpu], arguments.network_gbits
     return Cluster(
         gpu=gpu,

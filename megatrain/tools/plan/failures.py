@@ -15,11 +15,12 @@ import json
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config.errors import ConfigError
+from megatrain.tools.subcommands import CommandParser
 from megatrain.training.restarts.rendezvous import RECORD_NAME
 
 PUBLISHED_RATE: Final = 419 / 54 / 16_384
@@ -70,37 +71,24 @@ class Losses:
         return min(max(math.sqrt(2 * self.save * between), self.step), _DAY)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: CommandParser) -> None:
     """Add the flags about failures."""
-    parser.add_argument(
-        "--failures",
-        action="store_true",
-        help="also print what failures and saves cost a day, and the best save interval",
+    parser.add("--failures", "also print what failures and saves cost a day, and the best save interval")
+    parser.add(
+        "--failures-a-day X",
+        f"failures of the whole run a day (default: {PUBLISHED_RATE:.2g} for each GPU)",
+        of=float,
+        above=0,
     )
-    numbers = {
-        "--failures-a-day": (
-            None,
-            f"failures of the whole run a day (default: {PUBLISHED_RATE:.2g} for each GPU)",
-        ),
-        "--restart-seconds": (
-            None,
-            f"time of a restart, from its failure to the next step (default: median of {RECORD_NAME} in --save, or {DEFAULT_RESTART:g})",
-        ),
-        "--hang-seconds": (600.0, "time until a hang is found"),
-        "--save-seconds": (5.0, "time that training waits for a save"),
-    }
-    for flag, (default, text) in numbers.items():
-        shown = text if default is None else f"{text} (default: {default:g})"
-        parser.add_argument(flag, type=float, default=default, metavar="X", help=shown)
-
-
-def check_flags(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if a number is not above 0."""
-    for name in ("failures_a_day", "restart_seconds", "hang_seconds", "save_seconds"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < math.inf:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {value:g} is not above 0", fix=f"give {flag} a positive number")
+    parser.add(
+        "--restart-seconds X",
+        "time of a restart, from its failure to the next step"
+        f" (default: median of {RECORD_NAME} in --save, or {DEFAULT_RESTART:g})",
+        of=float,
+        above=0,
+    )
+    parser.add("--hang-seconds X", "time until a hang is found", 600.0, above=0)
+    parser.add("--save-seconds X", "time that training waits for a save", 5.0, above=0)
 
 
 def measured_restarts(save: str | None) -> list[float]:
@@ -131,39 +119,27 @@ def losses(
         num_restarts=len(restarts),
         hang=arguments.hang_seconds,
     )
-    return found if save_interval is not None else at_interval(found, found.best_interval)
-
-
-def at_interval(found: Losses, interval: float) -> Losses:
-    """Return the losses at another interval between saves."""
-    return Losses(**asdict(found) | {"interval": interval})
+    return found if save_interval is not None else replace(found, interval=found.best_interval)
 
 
 def to_dict(found: Losses) -> dict[str, Any]:
     """Return JSON values."""
-    best = at_interval(found, found.best_interval)
+    best = replace(found, interval=found.best_interval)
     own = asdict(found) | {"share": found.share, "seconds_a_day": found.seconds}
     return own | {"best_interval": best.interval, "best_share": best.share}
 
 
 def text(found: Losses) -> Iterator[str]:
     """Yield the lines for the user."""
-    best = at_interval(found, found.best_interval)
+    best = replace(found, interval=found.best_interval)
     yield (
-        f"{found.failures_a_day:.2g} failures a day, a step of {found.step:.2f} s, a save every {_steps(found)}:"
+        f"{found.failures_a_day:.2g} failures a day, a step of {found.step:.2f} s, a save every {found.interval:.0f} s:"
         f" {100 * found.share:.1f} % of the time is lost"
     )
     for cause, seconds in found.seconds.items():
         yield f"  {cause:<18} {seconds / 60:8.1f} min a day  {100 * seconds / _DAY:5.2f} %"
-    yield f"best: a save every {_steps(best)} (--save-interval {_iterations(best)}): {100 * best.share:.1f} %"
+    iterations = max(round(best.interval / best.step), 1)
+    yield f"best: a save every {best.interval:.0f} s (--save-interval {iterations}): {100 * best.share:.1f} %"
     if found.num_restarts:
         yield f"a restart takes {found.restart:.1f} s: median of {found.num_restarts} of this run ({RECORD_NAME})"
     yield f"times of {'' if found.num_restarts else 'restart, '}hang and save are those of the flags: measure them"
-
-
-def _iterations(found: Losses) -> int:
-    return max(round(found.interval / found.step), 1)
-
-
-def _steps(found: Losses) -> str:
-    return f"{found.interval:.0f} s"

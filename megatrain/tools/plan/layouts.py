@@ -45,6 +45,17 @@ _MOST_STAGES: Final = 32
 _SHORTEST_PART: Final = 4096
 """Fewest tokens of a sequence on a context-parallel rank that are worth a look."""
 
+AXES: Final = {
+    "tp": "parallel.tensor_model_parallel_size",
+    "cp": "parallel.context_parallel_size",
+    "pp": "parallel.pipeline_model_parallel_size",
+    "ep": "parallel.expert_model_parallel_size",
+    "micro_batch": "training.micro_batch_size",
+    "sharding": "parallel.data_parallel_sharding_strategy",
+    "schedule": "parallel.pipeline_schedule",
+}
+"""Settings of a layout's fields, which the search keeps if a flag gives them."""
+
 
 @dataclass(frozen=True, eq=False)
 class Workload:
@@ -163,16 +174,10 @@ class Layout:
         parallel, derived, training = plan.config.parallel, plan.derived, plan.config.training
         has_experts = plan.config.experts.num_experts is not None
         return cls(
-            tp=parallel.tensor_model_parallel_size,
-            cp=parallel.context_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
+            **{axis: plan.config.get(path) for axis, path in AXES.items()},
             dp=derived.data_parallel_size,
-            ep=parallel.expert_model_parallel_size,
             etp=derived.expert_tensor_parallel_size if has_experts else 1,
-            micro_batch=training.micro_batch_size,
-            schedule=parallel.pipeline_schedule,
             chunks=derived.pipeline_chunks,
-            sharding=parallel.data_parallel_sharding_strategy,
             recompute=training.recompute_granularity or "none",
             modules=training.recompute_modules if training.recompute_granularity == "selective" else (),
             sequence_parallel=parallel.sequence_parallel,

@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from html import escape
-from pathlib import Path
 from typing import Final
 
 from megatrain.config.errors import ConfigError
@@ -18,6 +17,7 @@ from megatrain.config.subjects.pipeline import balanced_split
 from megatrain.parallel.pipeline.actions import Action, ActionKind
 from megatrain.parallel.pipeline.schedule import PipelineSchedule, placement_of
 from megatrain.parallel.pipeline.simulator import Simulation, StageCosts, simulate
+from megatrain.tools.subcommands import write_output
 
 _UNITS = 10**6
 """Cost of a layer in balanced splits, whose costs are integers."""
@@ -76,8 +76,8 @@ class Candidate:
         return " ".join([f"--pipeline-model-parallel-size {placement.num_ranks}", *words])
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit code."""
+def run(arguments: argparse.Namespace) -> None:
+    """Simulate every pipeline schedule and split of the layers; print a table, the fastest first."""
     case = Case(**{field.name: getattr(arguments, field.name) for field in fields(Case)})
     if arguments.schedule not in (None, *_CHUNKS):
         raise ConfigError(f"--schedule {arguments.schedule} is no schedule", fix=f"use {', '.join(_CHUNKS)}")
@@ -98,9 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         best = found[0]
         text = timeline_svg(best.simulation, best.flags)
-        Path(arguments.output).write_text(text, encoding="utf-8")
+        write_output(arguments.output, text)
         print(f"timeline of the first line: {arguments.output}")
-    return 0
 
 
 def candidates(case: Case) -> Iterator[Candidate]:

@@ -17,7 +17,7 @@ from megatrain.config import ConfigError, Facts, Plan, Request, parse, resolve
 from megatrain.config.environment import read_environment
 from megatrain.config.schema.values import REQUIRED
 from megatrain.tools.plan.hardware import Cluster
-from megatrain.tools.plan.layouts import Layout, Workload, layouts
+from megatrain.tools.plan.layouts import AXES, Layout, Workload, layouts
 from megatrain.tools.plan.memory import estimated_bytes, planned_bytes
 from megatrain.tools.plan.step_time import StepTime, step_time
 from megatrain.training.launch.facts import gather_facts
@@ -28,16 +28,6 @@ _MAX_PLANNED = 60
 """Layouts whose memory is planned exactly at most."""
 _IF_MISSING = {"training.micro_batch_size": "--micro-batch-size 1", "optimizer.lr": "--lr 1e-4"}
 """Settings that a plan needs no value of."""
-AXES = {
-    "tp": "parallel.tensor_model_parallel_size",
-    "cp": "parallel.context_parallel_size",
-    "pp": "parallel.pipeline_model_parallel_size",
-    "ep": "parallel.expert_model_parallel_size",
-    "micro_batch": "training.micro_batch_size",
-    "sharding": "parallel.data_parallel_sharding_strategy",
-    "schedule": "parallel.pipeline_schedule",
-}
-"""Settings that the search keeps if a flag gives them."""
 
 
 @dataclass(frozen=True, kw_only=True)

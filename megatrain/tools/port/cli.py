@@ -20,11 +20,10 @@ from megatrain.config.cli.command_line import target
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
 from megatrain.config.plan_note import GRADES, by_grade
-from megatrain.tools.port.evaluate import Evaluation, evaluate
+from megatrain.tools.port.evaluate import Command, Evaluation, evaluate
 from megatrain.tools.port.launch import (
     DEFAULT_TOKENIZERS,
     FAMILIES,
-    Launch,
     batch_options,
     find_launch,
     slurm_numbers,
@@ -59,7 +58,7 @@ class Source:
     sections: Mapping[str, Sequence[str]]
     """Lines below the command, by title."""
     problems: Sequence[Problem]
-    launch: Launch | None = None
+    launch: Command | None = None
     slurm: Mapping[str, str] = field(default_factory=dict)
     """Options of #SBATCH lines."""
 
@@ -69,18 +68,14 @@ def add_flags(commands: Any) -> None:
     port = add_command(
         commands,
         "port",
-        run=run,
+        run,
         description=f"Read a launch script that runs {_of_programs()}, or a YAML file of its"
         " arguments, and print the command for megatrain, with what changed and why as comments. bash evaluates the script, and none of its commands runs. Exit code: 0 if the run would"
         " start, 1 if not.",
     )
-    port.add_argument("file", metavar="SCRIPT.sh | FILE.yaml", help="launch script or YAML file")
-    port.add_argument(
-        "values", nargs="*", metavar="NAME=VALUE", help="values of variables that the script leaves open"
-    )
-    port.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks of the run (default: the ranks of the launcher)"
-    )
+    port.add("file SCRIPT.sh | FILE.yaml", "launch script or YAML file")
+    port.add("values [NAME=VALUE ...]", "values of variables that the script leaves open")
+    port.add("--world-size N", "ranks of the run (default: the ranks of the launcher)", of=int, at_least=1)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -170,7 +165,7 @@ def _of_programs() -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def _open_variables(found: Evaluation, launch: Launch) -> Iterator[str]:
+def _open_variables(found: Evaluation, launch: Command) -> Iterator[str]:
     """Yield each part of the command that stays as shell text, and why."""
     if passes_arguments(found.text) and not any(
         part.name.isdigit() for part in _open_parts(launch.arguments)
@@ -192,7 +187,7 @@ def _open_variables(found: Evaluation, launch: Launch) -> Iterator[str]:
             yield f"{text}: not set in {found.file}"
 
 
-def _words(launch: Launch) -> tuple[Word, ...]:
+def _words(launch: Command) -> tuple[Word, ...]:
     """Return the words that are printed for a launch."""
     exports = (*launch.exports.values(), *launch.inner_exports.values())
     return (*exports, *launch.wrapper, *launch.launcher, *launch.arguments)
@@ -204,7 +199,7 @@ def _open_parts(words: Iterable[Word]) -> list[Part]:
     return list(parts.values())
 
 
-def _program_problems(launch: Launch) -> Iterator[Problem]:
+def _program_problems(launch: Command) -> Iterator[Problem]:
     name = launch.program.rpartition("/")[2]
     if name not in _PROGRAMS:
         yield Problem(

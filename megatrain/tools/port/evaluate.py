@@ -67,6 +67,22 @@ class Command:
         words = (number for number, word in enumerate(self.words) if _PROGRAM.fullmatch(plain(word)))
         return next(words, None)
 
+    @property
+    def launcher(self) -> tuple[Word, ...]:
+        """The words before the training program."""
+        return self.words[: self.program_at]
+
+    @property
+    def program(self) -> str:
+        assert self.program_at is not None
+        return plain(self.words[self.program_at])
+
+    @property
+    def arguments(self) -> tuple[Word, ...]:
+        """The words after the training program."""
+        assert self.program_at is not None
+        return self.words[self.program_at + 1 :]
+
 
 @dataclass
 class Evaluation:

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megatrain.tools.port.evaluate import Evaluation, script_text
+from megatrain.tools.port.evaluate import Command, Evaluation, script_text
 from megatrain.tools.port.words import Word, plain
 
 FAMILIES: Final = {
@@ -33,46 +32,16 @@ _NAMES: Final = {"-N": "--nodes", "-n": "--ntasks", "-J": "--job-name", "-p": "-
                  "-t": "--time", "-o": "--output", "-e": "--error", "-c": "--cpus-per-task", "-G": "--gpus"}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A training command."""
-
-    place: str
-    wrapper: tuple[Word, ...]
-    """Words before the text of `sh -c TEXT`; empty if the command is not in such a text."""
-    launcher: tuple[Word, ...]
-    """Words before the program."""
-    program: str
-    arguments: tuple[Word, ...]
-    """Words after the program."""
-    exports: Mapping[str, Word]
-    inner_exports: Mapping[str, Word]
-    """Variables that the text of the wrapper exports."""
-    batch: tuple[Word, ...]
-    """`sbatch` with its options; usually empty."""
-
-
-def find_launch(found: Evaluation) -> tuple[Launch | None, list[str]]:
+def find_launch(found: Evaluation) -> tuple[Command | None, list[str]]:
     """Return the first command that runs a `pretrain*.py`, and a line for each other one."""
-    first: Launch | None = None
+    first: Command | None = None
     others = []
     for command in found.commands:
-        at = command.program_at
-        if at is None or plain(command.words[0]) in _NOT_LAUNCHERS:
+        if command.program_at is None or plain(command.words[0]) in _NOT_LAUNCHERS:
             continue
         if first is None:
-            program, words = plain(command.words[at]), command.words
-            first = Launch(
-                command.place,
-                command.wrapper,
-                words[:at],
-                program,
-                words[at + 1 :],
-                command.exports,
-                command.inner_exports,
-                command.batch,
-            )
-        elif command.words != (*first.launcher, *command.words[at : at + 1], *first.arguments):
+            first = command
+        elif (command.launcher, command.arguments) != (first.launcher, first.arguments):
             others.append(f"{command.place}: another training command: left out")
     return first, list(dict.fromkeys(others))
 
@@ -82,7 +51,7 @@ def slurm_options(text: str) -> dict[str, str]:
     return _options(word for line in _SBATCH.findall(text) for word in line.split())
 
 
-def batch_options(launch: Launch, file: str) -> dict[str, str]:
+def batch_options(launch: Command, file: str) -> dict[str, str]:
     """Return the options of a job: those of the script, of the script that it submits, and of `sbatch`."""
     inner = script_text(launch.place.rpartition(":")[0], Path(file).parent) if launch.batch else None
     text = script_text(file) or ""
@@ -119,7 +88,7 @@ def slurm_numbers(options: Mapping[str, str]) -> dict[str, int]:
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def world_size(launch: Launch, slurm: Mapping[str, str]) -> int | None:
+def world_size(launch: Command, slurm: Mapping[str, str]) -> int | None:
     """Return the number of ranks that the launcher and the #SBATCH lines of a script name; None: it is open."""
     words = list(_known_words((*launch.wrapper, *launch.launcher), slurm_numbers(slurm)))
     given = [f"{name}={value}" for name, value in slurm.items()]
@@ -138,7 +107,7 @@ def world_size(launch: Launch, slurm: Mapping[str, str]) -> int | None:
     return _product(tasks_per_node, nodes)
 
 
-def gpus_of_node(launch: Launch, slurm: Mapping[str, str]) -> int | None:
+def gpus_of_node(launch: Command, slurm: Mapping[str, str]) -> int | None:
     """Return the ranks that torchrun starts on a node; None: it is open, or torchrun is not the launcher."""
     words = list(_known_words(launch.launcher, slurm_numbers(slurm)))
     return _whole(_option(words, "--nproc-per-node"))

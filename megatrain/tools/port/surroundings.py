@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from megatrain.tools.port.evaluate import Evaluation
-from megatrain.tools.port.launch import Launch, gpus_of_node
+from megatrain.tools.port.evaluate import Command, Evaluation
+from megatrain.tools.port.launch import gpus_of_node
 from megatrain.tools.port.words import Part, Word, plain, printable, quoted, without_quotes, without_start
 
 _NODE: Final = 8
@@ -47,7 +47,7 @@ _CONTAINER: Final = {"--container-image": "CONTAINER_IMAGE", "--container-mounts
 """Options of srun, and the variables that scripts/slurm reads for them."""
 
 
-def inner_exports(launch: Launch) -> str:
+def inner_exports(launch: Command) -> str:
     """Return the exports of the wrapper's own text, before its command."""
     exports = launch.inner_exports.items()
     return "".join(f"{_set(name, value)}; " for name, value in exports if _known(name).is_kept)
@@ -62,7 +62,7 @@ def _known(name: str) -> _Exported:
     return next(known, _Exported("", True, "a program may read it"))
 
 
-def exported(launch: Launch) -> tuple[list[str], list[str], list[str]]:
+def exported(launch: Command) -> tuple[list[str], list[str], list[str]]:
     """Return `export` and `cd` commands to keep, a line on each kept variable, and a line on each that is not needed."""
     commands, kept, left_out = [], [], []
     for name, value in (*launch.exports.items(), *launch.inner_exports.items()):
@@ -100,7 +100,7 @@ def other_commands(found: Evaluation, used: str) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(environment)), others
 
 
-def slurm_line(launch: Launch, slurm: Mapping[str, str], size: int, *, is_known: bool) -> Iterator[str]:
+def slurm_line(launch: Command, slurm: Mapping[str, str], size: int, *, is_known: bool) -> Iterator[str]:
     """Yield the `sbatch` command of scripts/slurm for a launch, and a line on each option that it leaves out.
 
     Args:
@@ -132,7 +132,7 @@ def _option(option: tuple[str, str]) -> str:
     return "=".join(filter(None, option))
 
 
-def _container(launch: Launch) -> Iterator[str]:
+def _container(launch: Command) -> Iterator[str]:
     """Yield the variables of scripts/slurm for the container of `srun`."""
     words = (*launch.wrapper, *launch.launcher)
     for word, following in zip(words, (*words[1:], (Part(""),)), strict=True):

@@ -53,89 +53,63 @@ _TARGETS: Final = {
 
 def add_flags(commands: Any) -> None:
     """Add the subcommand."""
-    command = add_command(
-        commands,
-        "prune",
-        run=run,
-        help="write a smaller model of the parts of a trained one that matter most",
-        description="Measure the importance of layers, heads, neurons, channels and experts on a calibration set, and write a"
-        " checkpoint with the most important ones. It trains on with --finetune, best with the source as its teacher"
-        " (--export-kd-teacher-load).",
-    )
-    command.add_argument(
-        "--load",
-        required=True,
-        metavar="FOLDER",
-        help="checkpoint of the source: --save folder of a run, one of its iter_NNNNNNN folders, a folder of transformers, or a"
+    command = add_command(commands, "prune", run)
+    command.add(
+        "--load FOLDER",
+        "checkpoint of the source: --save folder of a run, one of its iter_NNNNNNN folders, a folder of transformers, or a"
         " checkpoint of Megatron-LM (torch_dist)",
-    )
-    command.add_argument(
-        "--save",
         required=True,
-        type=Path,
-        metavar="FOLDER",
-        help="folder for the checkpoint and importance.npz",
     )
-    command.add_argument(
-        "--data-path", required=True, metavar="PREFIX", help="calibration set: PREFIX.bin and PREFIX.idx"
-    )
-    command.add_argument(
-        "--samples", type=int, default=128, metavar="N", help="samples of the calibration set (default: 128)"
-    )
-    command.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="tokens of a sample (default: those of the source's training)",
+    command.add("--save FOLDER", "folder for the checkpoint and importance.npz", of=Path, required=True)
+    command.add("--data-path PREFIX", "calibration set: PREFIX.bin and PREFIX.idx", required=True)
+    command.add("--samples N", "samples of the calibration set", 128, at_least=1)
+    command.add(
+        "--seq-length N", "tokens of a sample (default: those of the source's training)", of=int, at_least=1
     )
     for path, text in _TARGETS.items():
-        command.add_argument(flag_of(path), type=int, metavar="N", dest=path, help=text)
-    command.add_argument(
-        "--parameters",
-        type=float,
-        metavar="N",
-        help="most parameters, such as 4e9: hidden size and widths of MLPs that are not given shrink alike",
+        command.add(f"{flag_of(path)} N", text, of=int)
+    command.add(
+        "--parameters N",
+        "most parameters, such as 4e9: hidden size and widths of MLPs that are not given shrink alike",
+        of=float,
+        above=0,
     )
-    command.add_argument(
+    command.add(
         "--layer-importance",
+        "score of a layer: 1 - cosine of its input and output, or the loss of the model without it, for which the whole"
+        " model is in memory",
+        "influence",
         choices=("influence", "loss"),
-        default="influence",
-        help="score of a layer: 1 - cosine of its input and output, or the loss of the model without it, for which the whole"
-        " model is in memory (default: influence)",
     )
-    command.add_argument(
-        "--device", choices=("cpu", "cuda"), help="device (default: cuda where there is a GPU, else cpu)"
-    )
-    command.add_argument(
-        "--dtype", choices=tuple(_DTYPES), help="dtype of the passes (default: bf16 on GPUs, fp32 on the CPU)"
+    command.add("--device", "device (default: cuda where there is a GPU, else cpu)", choices=("cpu", "cuda"))
+    command.add(
+        "--dtype", "dtype of the passes (default: bf16 on GPUs, fp32 on the CPU)", choices=tuple(_DTYPES)
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
+def run(arguments: argparse.Namespace) -> None:
+    """Measure the importance of layers, heads, neurons, channels and experts on a calibration set, and write a checkpoint
+    with the most important ones. It trains on with --finetune, best with the source as its teacher
+    (--export-kd-teacher-load).
+    """
     save: Path = arguments.save
     if base_folder(save) != save or (save / folder_name(0)).exists():
         raise ConfigError(f"--save {save} has a checkpoint", fix="name another folder with --save")
     with opened_source(arguments.load, print) as reader:
         prune(reader, arguments)
-    return 0
 
 
 def prune(reader: TensorReader, arguments: argparse.Namespace) -> None:
     """Write the pruned checkpoint of a source. Raises ConfigError before it reads a tensor."""
     source = Source.of(reader)
-    targets = {path: value for path in _TARGETS if (value := getattr(arguments, path)) is not None}
+    given = {path: getattr(arguments, path.rpartition(".")[2]) for path in _TARGETS}
+    targets = {path: value for path, value in given.items() if value is not None}
     parameters = None if arguments.parameters is None else int(arguments.parameters)
     sizes = target_sizes(source, targets, parameters)
     length = (
         arguments.seq_length
         or stored_section(reader.path, reader.manifest.config, "data", DataConfig).seq_length
     )
-    if arguments.samples < 1 or length < 1:
-        raise ConfigError(
-            f"--samples {arguments.samples} of {length} tokens are no calibration set",
-            fix="use --samples 1 or more",
-        )
     positions = source.spec.num_positions
     if positions is not None and length > positions:
         raise ConfigError(

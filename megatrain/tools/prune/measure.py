@@ -64,11 +64,8 @@ def measured(
     file, key = folder / FILE_NAME, _key(reader, calibration)
     importance = Importance(len(source.spec.layers), by_loss=calibration.by_loss)
     done = _read(file, key, importance) if file.exists() else 0
-    passes, total, console = (
-        _Passes(source, reader, calibration, importance),
-        len(calibration.samples),
-        Console(),
-    )
+    passes = _Passes(source, reader, calibration, importance)
+    total, console = len(calibration.samples), Console()
     try:
         while done < total:
             part = range(done, min(done + passes.samples_at_a_time, total))
@@ -90,13 +87,8 @@ class _Passes:
     def __init__(
         self, source: Source, reader: TensorReader, calibration: Calibration, importance: Importance
     ) -> None:
-        self._source, self._reader, self._calibration, self._importance = (
-            source,
-            reader,
-            calibration,
-            importance,
-        )
-        self._spec = source.spec
+        self._source, self._reader, self._spec = source, reader, source.spec
+        self._calibration, self._importance = calibration, importance
         device, item = calibration.device, calibration.dtype.itemsize
         host = available_bytes()
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host

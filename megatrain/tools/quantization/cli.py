@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,60 +50,41 @@ _LONGEST: Final = 2048
 
 def add_flags(commands: Any) -> None:
     """Add the subcommand."""
-    command = add_command(
-        commands,
-        "quantize",
-        run=run,
-        help="write a checkpoint as a folder of transformers with quantized weights",
-        description="Write a checkpoint as a folder that transformers and vllm read with compressed-tensors: its linear layers are"
-        " quantized, its embedding, head and norms are not. A command that was stopped continues.",
-    )
-    command.add_argument(
-        "source", metavar="PATH", help="checkpoint of megatrain or Megatron-LM, or hf:FOLDER of transformers"
-    )
-    command.add_argument("target", metavar="TARGET", type=Path, help="folder to write to")
+    command = add_command(commands, "quantize", run)
+    command.add("source PATH", "checkpoint of megatrain or Megatron-LM, or hf:FOLDER of transformers")
+    command.add("target TARGET", "folder to write to", of=Path)
     formats = "; ".join(f"{name}: {one.text}" for name, one in QUANTIZATION_FORMATS.items())
-    command.add_argument("--format", required=True, metavar="NAME", help=formats)
-    command.add_argument(
+    command.add("--format NAME", formats, required=True)
+    command.add(
         "--method",
+        "rounding to nearest (default), GPTQ, or AWQ; the last two read --calibration-data",
+        "rtn",
         choices=("rtn", "gptq", "awq"),
-        default="rtn",
-        help="rounding to nearest (default), GPTQ, or AWQ; the last two read --calibration-data",
     )
-    command.add_argument(
-        "--group-size", type=int, metavar="N", help="inputs of a group of int4 (default: 128)"
+    command.add("--group-size N", "inputs of a group of int4 (default: 128)", of=int, at_least=1)
+    command.add("--calibration-data PREFIX", "dataset, PREFIX.bin and PREFIX.idx")
+    command.add("--calibration-samples N", "samples of it", 128, at_least=1)
+    command.add(
+        "--calibration-length N",
+        f"tokens of a sample (default: the sequence length of training, at most {_LONGEST})",
+        of=int,
+        at_least=1,
     )
-    command.add_argument("--calibration-data", metavar="PREFIX", help="dataset, PREFIX.bin and PREFIX.idx")
-    command.add_argument(
-        "--calibration-samples", type=int, default=128, metavar="N", help="samples of it (default: 128)"
-    )
-    command.add_argument(
-        "--calibration-length",
-        type=int,
-        metavar="N",
-        help=f"tokens of a sample (default: the sequence length of training, at most {_LONGEST})",
-    )
-    command.add_argument(
-        "--kv-cache-scales",
-        action="store_true",
-        help="write FP8 scales of keys and values, with --calibration-data",
-    )
-    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    command.add_argument(
+    command.add("--kv-cache-scales", "write FP8 scales of keys and values, with --calibration-data")
+    command.add("--device", "device", "cpu", choices=("cpu", "cuda"))
+    command.add(
         "--dtype",
+        "dtype of scales and of other tensors (default: that of the weights in training, or in the files)",
+        "auto",
         choices=("auto", *DTYPE_NAMES),
-        default="auto",
-        help="dtype of scales and of other tensors (default: that of the weights in training, or in the files)",
     )
-    command.add_argument(
-        "--architecture",
-        metavar="NAME",
-        help="class of transformers (default: the first that computes the same)",
-    )
+    command.add("--architecture NAME", "class of transformers (default: the first that computes the same)")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
+def run(arguments: argparse.Namespace) -> None:
+    """Write a checkpoint as a folder that transformers and vllm read with compressed-tensors: its linear layers are
+    quantized, its embedding, head and norms are not. A command that was stopped continues.
+    """
     numbers = format_of(arguments.format, arguments.group_size, arguments.method)
     needs_data = arguments.method != "rtn" or arguments.kv_cache_scales
     if needs_data and arguments.calibration_data is None:
@@ -140,7 +120,6 @@ def run(arguments: argparse.Namespace) -> int:
         description = _description(arguments, options, reader, tokens)
         folder = PartialFolder(arguments.target, description, plan.num_files)
         _quantize(LayerRounding(export, tensors, plan, options), folder, tokens, console)
-    return 0
 
 
 def _quantize(
@@ -250,12 +229,6 @@ def _embedding(export: HfExport) -> tuple[str, tuple[int, ...]]:
 def _tokens(arguments: argparse.Namespace, reader: TensorReader, vocab_size: int) -> Tensor:
     data: DataConfig = stored_section(reader.path, reader.manifest.config, "data", DataConfig)
     length = arguments.calibration_length or min(data.seq_length, _LONGEST)
-    for flag, value in (
-        ("--calibration-samples", arguments.calibration_samples),
-        ("--calibration-length", length),
-    ):
-        if value < 1:
-            raise ConfigError(f"{flag} {value} is no number of them", fix=f"use {flag} with a number above 0")
     if length > data.seq_length:
         raise ConfigError(
             f"--calibration-length {length}: the model is trained with samples of {data.seq_length} tokens",
@@ -276,7 +249,11 @@ def _description(
     arguments: argparse.Namespace, options: Options, reader: TensorReader, tokens: Tensor | None
 ) -> dict[str, Any]:
     """Return what a command that continues must repeat."""
-    files = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(reader.path))
+    files = sorted(
+        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in reader.path.rglob("*")
+        if path.is_file()
+    )
     return {
         "version": 1,
         "source": str(reader.path.resolve()),
@@ -290,7 +267,3 @@ def _description(
         "architecture": arguments.architecture,
         "tokens": None if tokens is None else [*tokens.shape, zlib.crc32(tokens.numpy().data)],
     }
-
-
-def _files(path: Path) -> Iterator[Path]:
-    return (one for one in path.rglob("*") if one.is_file())

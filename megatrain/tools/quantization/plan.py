@@ -58,10 +58,6 @@ def format_of(name: str, group_size: int | None, method: Method) -> Quantization
         return found
     if weights.strategy != "group":
         raise ConfigError(f"--group-size: --format {name} has no groups", fix="remove --group-size")
-    if group_size < 1:
-        raise ConfigError(
-            f"--group-size {group_size} is no size", fix="use --group-size with a number above 0"
-        )
     return dataclasses.replace(found, weights=dataclasses.replace(weights, group_size=group_size))
 
 

@@ -74,6 +74,15 @@ def test_an_unknown_schedule_is_an_error(capsys: pytest.CaptureFixture[str]) -> 
     assert "dualpipe-v" in capsys.readouterr().err
 
 
+def test_a_timeline_that_cannot_be_written_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = f"plan pipeline --ranks 2 --layers 4 --microbatches 4 --output {tmp_path}/file/timeline.svg"
+    assert main(words.split()) == 2
+    assert "fix: name a file in a folder that can be written" in capsys.readouterr().err
+
+
 def test_combined_passes_that_overlap_shorten_dualpipe_v() -> None:
     overlapped = dataclasses.replace(CASE, combined=0.8)
     times = [

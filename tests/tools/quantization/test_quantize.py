@@ -212,13 +212,13 @@ WRONG = {
     "--format fp8-block": "use --format fp8-channel",
     "--format fp8-channel --method gptq --calibration-data DATA": "use --method rtn",
     "--format fp8-channel --group-size 16": "remove --group-size",
-    "--format int4 --group-size 0": "use --group-size",
+    "--format int4 --group-size 0": "give --group-size",
     "--format int8 --method gptq": "add --calibration-data",
     "--format int8 --kv-cache-scales": "add --calibration-data",
     "--format int8 --calibration-data DATA": "use --method gptq or awq",
     "--format int8 --method awq --calibration-data DATA": "lower --calibration-samples",
     "--format int8 --method awq --calibration-data DATA --calibration-length 65": "use --calibration-length 64 or less",
-    "--format int8 --method awq --calibration-data DATA --calibration-samples 0": "use --calibration-samples",
+    "--format int8 --method awq --calibration-data DATA --calibration-samples 0": "give --calibration-samples",
     "--format int8 --method awq --calibration-data NONE": "correct the path",
 }
 

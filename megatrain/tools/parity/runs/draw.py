@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.tools.parity.models import OF_FAMILIES
+from megatrain.tools.parity.rows import FEATURE_OF
 from megatrain.tools.parity.runs.options import OPTION_OF, OPTIONS, SENTENCES, SIZES
 from megatrain.tools.parity.tables import is_refused
 
@@ -18,13 +18,8 @@ _LAYOUTS: Final = (
     "tp2 pp2", "tp2 sp pp2", "tp2 sp cp2", "dp2 pp2", "dp2 cp2", "pp2 cp2", "resumes",
 )  # fmt: skip
 """Sizes of the axes; the last one is one process that is stopped and resumed."""
-_FEATURE_OF: Final = {
-    word: feature for option in FEATURE_OPTIONS for feature in option.features for word in feature.words()
-}
-_WORDS_OF: Final = {
-    feature.name: tuple(feature.words()) for option in FEATURE_OPTIONS for feature in option.features
-}
 _OF_EXPERTS: Final = ("experts", "router", "balancing", "capacity", "expert parallelism", "dispatcher")
+_WORDS_OF: Final = {feature.name: tuple(feature.words()) for feature in FEATURE_OF.values()}
 _NOT_DRAWN: Final = ("own", "globalauxloss", "severallosses")
 """Words whose result is not claimed to be the same under every layout (`@unproven` in config/subjects/)."""
 _OF_GPT: Final = (
@@ -81,7 +76,7 @@ def _choice(rng: random.Random, option: str) -> str:
 def _needed(rng: random.Random, words: dict[str, str]) -> Iterator[str]:
     """Yield words without which a drawn one has no effect; words of sizes are not added."""
     for word in [*words.values()]:
-        needs = _FEATURE_OF[word].needs if word in _FEATURE_OF else ()
+        needs = FEATURE_OF[word].needs if word in FEATURE_OF else ()
         own = [need for need in needs if OPTION_OF[_WORDS_OF[need][0]] not in SIZES]
         if own:
             yield rng.choice(_WORDS_OF[own[0]])
@@ -93,5 +88,5 @@ def _needed(rng: random.Random, words: dict[str, str]) -> Iterator[str]:
 
 def _has_effect(option: str, word: str) -> bool:
     """Return False for the default of one of the table's options, which has no flags."""
-    is_default = word in _FEATURE_OF and word == next(iter(OPTIONS[option]))
+    is_default = word in FEATURE_OF and word == next(iter(OPTIONS[option]))
     return not is_default or bool(OPTIONS[option][word])

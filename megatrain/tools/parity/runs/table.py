@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -52,19 +51,6 @@ _SHAPES: Final = {"alike": (150, 2, 30), "varied": (40, 20, 60), "held": (23, 5,
 _MOST_DRAWS: Final = 20
 """Draws per configuration that runs; more are refused only if something is wrong."""
 _SECONDS_TO_SHRINK: Final = 900.0
-
-
-@dataclass
-class Findings:
-    """Counts, and what is printed at the end."""
-
-    kinds: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    """By text, without its numbers."""
-    refused_fixes: dict[str, str] = field(default_factory=dict)
-    """Refusals of fixed command lines, by the refusal that proposed the fix."""
-    cases: dict[tuple[str, ...], str] = field(default_factory=dict)
-    """Kind of each finding by the fewest words that show it."""
 
 
 def run_rows(arguments: argparse.Namespace) -> bool:
@@ -118,7 +104,13 @@ class RunTable:
         self.data = folder.absolute() / "data"
         write_corpus(self.data)
         self.comparer = RunComparer(folder.absolute() / "runs", patches)
-        self.findings = Findings()
+        self.kinds: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        """By text, without its numbers."""
+        self.refused_fixes: dict[str, str] = {}
+        """Refusals of fixed command lines, by the refusal that proposed the fix."""
+        self.cases: dict[tuple[str, ...], str] = {}
+        """Kind of each finding by the fewest words that show it."""
         self.began = time.monotonic()
         self.deadline = None if minutes is None else self.began + 60 * minutes
 
@@ -134,8 +126,8 @@ class RunTable:
             if not problems:
                 yield words
                 continue
-            self.findings.kinds["refused"] += 1
-            self.findings.refusals.update({_without_numbers(problem.text) for problem in problems})
+            self.kinds["refused"] += 1
+            self.refusals.update({_without_numbers(problem.text) for problem in problems})
             self._try_fixes(case)
 
     def _try_fixes(self, case: Case) -> None:
@@ -149,24 +141,22 @@ class RunTable:
                 text = (
                     f"{proposed}\n    then: {again[0].text}; fix: {again[0].fix}\n    {start.command(save)}"
                 )
-                self.findings.refused_fixes.setdefault(
-                    _without_numbers(" ".join(one.text for one in problems)), text
-                )
+                self.refused_fixes.setdefault(_without_numbers(" ".join(one.text for one in problems)), text)
 
     def run(self, number: int, words: tuple[str, ...]) -> Verdict:
         """Judge a case and print its line; shrink it if it is a finding."""
         began = time.monotonic()
         verdict = self.comparer.compare(Case.of(words, self.data))
-        self.findings.kinds[verdict.kind] += 1
+        self.kinds[verdict.kind] += 1
         print(
             f"{number:4d}  {verdict.kind:<8} {time.monotonic() - began:6.1f} s  {' '.join(words)}", flush=True
         )
         if verdict.kind == "refused":
-            self.findings.refusals[_without_numbers(verdict.lines[0])] += 1
+            self.refusals[_without_numbers(verdict.lines[0])] += 1
         for line in verdict.lines if verdict.is_finding else ():
             print(f"      {line}", flush=True)
         if verdict.is_finding:
-            known = next((few for few in self.findings.cases if set(few) <= set(words)), None)
+            known = next((few for few in self.cases if set(few) <= set(words)), None)
             if known is None:
                 self._shrink(words, verdict)
             else:
@@ -185,7 +175,7 @@ class RunTable:
         few = shrunk_words(words, self.data, fails)
         print(f"      smallest words: {' '.join(few)}", flush=True)
         case = shrunk(Case.of(few, self.data), fails)
-        self.findings.cases[few] = verdict.kind
+        self.cases[few] = verdict.kind
         for line in self.comparer.compare(case).lines:
             print(f"      {line}")
         if case.has_chunks:
@@ -195,20 +185,19 @@ class RunTable:
 
     def print_summary(self) -> bool:
         """Print the counts; return whether there is no finding."""
-        found = self.findings
-        for text, count in found.refusals.most_common():
+        for text, count in self.refusals.most_common():
             print(f"refused {count:4d}  {text}")
-        for text in found.refused_fixes.values():
+        for text in self.refused_fixes.values():
             print(f"a fix is refused in turn: {text}")
-        for words, kind in found.cases.items():
+        for words, kind in self.cases.items():
             print(f"{kind:<8} {' '.join(words)}")
         print(
             ", ".join(
-                f"{found.kinds[kind]} {kind}" for kind in ("equal", "refused", "differs", "crashes", "hangs")
+                f"{self.kinds[kind]} {kind}" for kind in ("equal", "refused", "differs", "crashes", "hangs")
             )
-            + f", {len(found.refused_fixes)} fixes refused"
+            + f", {len(self.refused_fixes)} fixes refused"
         )
-        return not (found.cases or found.refused_fixes)
+        return not (self.cases or self.refused_fixes)
 
 
 def _without_numbers(text: str) -> str:
