@@ -25,6 +25,7 @@ from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
 from megatrain.model.layouts import replicated_layout, router_layout
 from megatrain.parallel import expert_parallel
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.data_parallel import GradientReduction
 from megatrain.parallel.expert_parallel import AllToAllDispatcher
 from megatrain.parallel.grid import RankGrid, RankGroup

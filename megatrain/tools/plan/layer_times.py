@@ -19,6 +19,7 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.linear import Linear
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
+from megatrain.kernels.fp8.rows import SCALE_BYTES
 from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.linear_times import Fp8, Gemm, Times
@@ -175,8 +176,8 @@ class LayerTimes:
             return Times()
         row = self.tokens / layout.tp * hidden * _BF16
         if not self.workload.gathers_tokens(ep):
-            sent = self._sent(experts, row)
-            return sent + sent + Times(rates.host_wait_seconds)
+            sums, wait = self._sent(experts, row), Times(rates.host_wait_seconds)
+            return sums + wait + (self._sent_codes(experts, hidden) if self._sends_codes else sums)
         ranks = ep * layout.etp
         group = Group(self.cluster, ranks)
         one = group.all_gather(row * ranks)
@@ -185,6 +186,19 @@ class LayerTimes:
         backward = max(one - shared.backward - shared.weight, overlapped) + overlapped
         sends = forward + backward
         return Times(forward, backward, sends=sends, exposed_sends=min(4 * overlapped, sends))
+
+    @property
+    def _sends_codes(self) -> bool:
+        return self.fp8 is not None and self.workload.plan.config.experts.moe_fp8_dispatch
+
+    def _sent_codes(self, experts: ExpertsSpec, hidden: int) -> Times:
+        """Return the times of tokens, and of gradients of sums, in FP8: casts, copies to and from rows with their scales, sends."""
+        tokens = self.tokens / self.layout.tp
+        received = tokens * self.layout.etp * self.layout.ep * experts.router.share_of_tokens(self.layout.ep)
+        casts = self.cluster.cast_seconds(3 * (tokens + received) * hidden)
+        copies = self.cluster.memory_seconds(2 * tokens * hidden)
+        seconds = casts + copies
+        return Times(seconds, seconds) + self._sent(experts, tokens * (hidden + SCALE_BYTES))
 
     def _sent(self, experts: ExpertsSpec, row: float) -> Times:
         """Return the times of the all-to-alls that send tokens, or that return their sums; `row`: bytes of a rank's tokens.

@@ -26,3 +26,13 @@ def test_codes_and_scales(dtype: torch.dtype, size: tuple[int, ...]) -> None:
         expected = references.cast_rows_reference(x, amax)
         assert torch.equal(scale, expected.scale)
         assert torch.equal(codes.float().nan_to_num(-1), expected.codes.float().nan_to_num(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(3, 48), (5, 16)] + ([(8192, 7168)] if DEVICE == "cuda" else []))
+def test_values_of_packed_rows(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    x = drawn(*size) * torch.logspace(-4, 4, size[0], device=DEVICE)[:, None]
+    packed = references.pack_rows(references.cast_rows_reference(x))
+    cast = references.unpack_rows(packed)
+    expected = (cast.codes.float() * cast.scale[:, None]).to(dtype)
+    assert torch.equal(fused.decode_rows(*cast, dtype), expected)
