@@ -50,8 +50,6 @@ class ExpertCommunication:
     """The way in which ranks exchange tokens, and what overlaps it."""
 
     dispatcher: DispatcherType = "allgather"
-    in_fp8: bool = False
-    """All-to-alls send tokens, and gradients of sums, to experts in FP8 as codes; other dispatchers round them likewise."""
     capacities: RankCapacities | None = None
     """Memory of assignments after an all-gather; None: it holds every possible one."""
     side: SideStream | None = None

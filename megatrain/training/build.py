@@ -111,7 +111,6 @@ def _expert_communication(plan: Plan) -> ExpertCommunication:
     has_side = experts.moe_shared_expert_overlap and not _recomputes_experts(plan)
     return ExpertCommunication(
         dispatcher="alltoall" if experts.sends_by_alltoall else "allgather",
-        in_fp8=experts.moe_fp8_dispatch,
         capacities=None
         if experts.moe_expert_rank_capacity_factor is None
         else RankCapacities(experts.moe_expert_rank_capacity_factor),

@@ -75,7 +75,8 @@ def _experts(spec: ExpertsSpec, context: LayerContext) -> Experts:
     before, after = latents[:1], latents[1:]
     fc1, fc2 = _expert_weights(spec, context)
     mlp = builder.grouped_mlp(spec.expert, fc1, fc2, ranks.parallel)
-    in_fp8 = ranks.communication.in_fp8 and builder.recipe_of(fc2) is not None
+    recipe = builder.recipe_of(fc2)
+    in_fp8 = recipe is not None and recipe.casts_before_dispatch
     dispatcher = _token_dispatcher(spec.router, ranks, in_fp8=in_fp8)
     return Experts(router, dispatcher, mlp, Sequential(before), Sequential(after))
 
@@ -105,7 +106,7 @@ def _expert_weights(spec: ExpertsSpec, context: LayerContext) -> tuple[LinearLay
 
 
 def _token_dispatcher(spec: RouterSpec, ranks: LayerRanks, *, in_fp8: bool) -> TokenDispatcher:
-    """Build the dispatcher of a layer; `in_fp8`: see `ExpertCommunication`."""
+    """Build the dispatcher of a layer. `in_fp8`: it rounds tokens to FP8, and an all-to-all sends their codes."""
     ep, etp, num_ranks = ranks.parallel.ep, ranks.parallel.etp, ranks.split.num_ranks
     rows_per_expert = None
     if spec.is_padded:

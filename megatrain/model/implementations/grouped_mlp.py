@@ -81,7 +81,7 @@ class GroupedWeight(NamedTuple):
 
 
 class _GroupedMlp(Function):
-    """Saves the rows and the output of fc1; recomputes the activation.
+    """Saves the rows, or their FP8 codes, and the output of fc1; recomputes the activation.
 
     Weight gradients bypass autograd: they are accumulated while the gradient of the rows is sent, or when the schedule says so.
     """
@@ -99,10 +99,11 @@ class _GroupedMlp(Function):
         info: PassInfo,
         deferred: Deferred | None,
     ) -> Tensor:
-        inner = products.fc1(rows, fc1.value, ends, info)
+        cast = products.cast(rows)
+        inner = products.fc1(cast, fc1.value, ends, info)
         if fc1.bias is not None:
             add_grouped_bias(inner, fc1.bias.value, ends)
-        ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
+        ctx.save_for_backward(probs, ends, inner, fc1.value, fc2.value, *products.saved(rows, cast))
         ctx.grads, ctx.biases = (fc1.grad, fc2.grad), (fc1.bias, fc2.bias)
         ctx.activation, ctx.info, ctx.deferred, ctx.products = activation, info, deferred, products
         out = products.fc2(activate_weighted(inner, probs, activation, ends), fc2.value, ends, info)
@@ -110,7 +111,7 @@ class _GroupedMlp(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, probs, ends, inner, fc1, fc2 = ctx.saved_tensors
+        probs, ends, inner, fc1, fc2, *saved = ctx.saved_tensors
         dy = grads[0].contiguous()
         dweighted = ctx.products.fc2_backward(dy, fc2, ends)
         dinner, dprobs = activate_weighted_backward(dweighted, inner, probs, ctx.activation, ends)
@@ -123,6 +124,7 @@ class _GroupedMlp(Function):
 
         def compute() -> None:
             accumulate_grouped_weight_gradient(fc2_grad, dy, weighted, ends)
+            rows = ctx.products.restored(saved, dy.dtype)
             accumulate_grouped_weight_gradient(fc1_grad, dinner, rows, ends)
             if fc2_bias is not None:
                 accumulate_grouped_bias_gradient(fc2_bias.grad, dy, ends, probs)
