@@ -57,7 +57,7 @@ from megatrain.parallel.collectives import (
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.rank_capacity import RankCapacity
 from megatrain.parallel.tensor_overlap.ordered_sums import begin_ordered_sum
-from megatrain.parallel.tensor_parallel import Conjugate, all_gather_rows, reduce_scatter_rows
+from megatrain.parallel.tensor_parallel import Conjugate
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,6 @@ class AllToAllDispatcher(AllGatherDispatcher):
                 lambda x: self._send(outgoing, all_rows, x.dtype),
                 lambda dy: self._sum(dy, all_rows, deferred),
             )
-            rows = all_gather_rows(rows, self.etp)
             received = received._replace(assignments=received.assignments[: len(rows)])
             own = own._replace(rows=own.rows[: len(rows)], assignments=own.assignments[: max(ends[-1], 1)])
             dispatched = _permuted(rows, PermuteRows.apply(probs, received), own, deferred)
@@ -309,27 +308,29 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
         all_rows, by_expert = dispatched.state
-        sums = reduce_scatter_rows(_unpermuted(out, by_expert), self.etp)
+        rows = _unpermuted(out, by_expert)
 
         def send_gradient(dy: Tensor) -> Tensor:
             return self._send(self._outgoing(dy, all_rows[0].by_rank), all_rows, dy.dtype)
 
-        return lambda: Conjugate.apply(sums, lambda rows: self._sum(rows, all_rows, []), send_gradient)
+        return lambda: Conjugate.apply(rows, lambda rows: self._sum(rows, all_rows, []), send_gradient)
 
     def _outgoing(self, x: Tensor, by_rank: Permutation) -> Tensor:
         """Return the rows of the first step: those of x, [t, h], or their codes."""
         return permute_rows(pack_rows(cast_rows(x)) if self.in_fp8 else x, by_rank)
 
     def _send(self, outgoing: Tensor, all_rows: list[StepRows], dtype: torch.dtype) -> Tensor:
-        """Send rows through all steps; returns the received rows in `dtype`."""
+        """Send rows through all steps, and gather those of the etp ranks; returns them in `dtype`."""
         rows = outgoing
         for number, (group, step) in enumerate(zip(self.steps, all_rows, strict=True)):
             rows = permute_rows(rows, step.by_rank) if number else rows
             rows = self._all_to_all(rows, group, step, [])
+        rows = all_gather(rows, self.etp)
         return decode_rows(unpack_rows(rows), dtype) if self.in_fp8 else rows
 
     def _sum(self, rows: Tensor, all_rows: list[StepRows], deferred: Deferred) -> Tensor:
         """Return received rows through all steps, and sum those of each token: [r, h] -> [t, h]."""
+        rows = reduce_scatter(rows, self.etp)
         for group, step in [*zip(self.steps, all_rows, strict=True)][::-1]:
             rows = self._all_to_all(rows, group, step.returned, deferred)
             rows = unpermute_rows(rows, step.by_rank)

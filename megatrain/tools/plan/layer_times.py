@@ -160,6 +160,8 @@ class LayerTimes:
         times = sum((one.times(self.cluster, self.fp8) for one in gemms), Times())
         times += self._memory((16 if experts.is_gated else 10) * width * rows)
         times += self._memory(32 * h * rows + 12 * experts.num_experts * self._rows_of_norms)
+        if self._sends_codes:  # which weight gradients decode
+            times += Times(weight=self.cluster.cast_seconds(3 * h * rows))
         shared = Times() if experts.shared is None else self._dense(experts.shared)
         return times + shared + self._dispatch(experts, h, shared)
 
