@@ -294,43 +294,47 @@ class AllToAllDispatcher(AllGatherDispatcher):
                     rows_per_source=all_rows[-1].num_received,
                 )
                 own = self._sort_own(gathered, x, received.rows)
+            num_rows = all_rows[-1].num_received * self.etp.size
+            received = received._replace(assignments=received.assignments[:num_rows])
+            own = own._replace(rows=own.rows[:num_rows], assignments=own.assignments[: max(ends[-1], 1)])
             rows = Conjugate.apply(
                 x,
-                lambda x: self._send(outgoing, all_rows, x.dtype),
-                lambda dy: self._sum(dy, all_rows, deferred),
+                lambda x: self._send(outgoing, all_rows, own, x.dtype),
+                lambda dy: self._sum(dy, all_rows, own, deferred),
             )
-            received = received._replace(assignments=received.assignments[: len(rows)])
-            own = own._replace(rows=own.rows[: len(rows)], assignments=own.assignments[: max(ends[-1], 1)])
-            dispatched = _permuted(rows, PermuteRows.apply(probs, received), own, deferred)
-            return dispatched._replace(state=(all_rows, own))
+            own_probs = PermuteValues.apply(PermuteRows.apply(probs, received), own)
+            return DispatchedTokens(rows, own.ends, own_probs, (all_rows, own), deferred)
 
         return finish
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
-        all_rows, by_expert = dispatched.state
-        rows = _unpermuted(out, by_expert)
+        all_rows, own = dispatched.state
 
         def send_gradient(dy: Tensor) -> Tensor:
-            return self._send(self._outgoing(dy, all_rows[0].by_rank), all_rows, dy.dtype)
+            return self._send(self._outgoing(dy, all_rows[0].by_rank), all_rows, own, dy.dtype)
 
-        return lambda: Conjugate.apply(rows, lambda rows: self._sum(rows, all_rows, []), send_gradient)
+        return lambda: Conjugate.apply(out, lambda rows: self._sum(rows, all_rows, own, []), send_gradient)
 
     def _outgoing(self, x: Tensor, by_rank: Permutation) -> Tensor:
         """Return the rows of the first step: those of x, [t, h], or their codes."""
         return permute_rows(pack_rows(cast_rows(x)) if self.in_fp8 else x, by_rank)
 
-    def _send(self, outgoing: Tensor, all_rows: list[StepRows], dtype: torch.dtype) -> Tensor:
-        """Send rows through all steps, and gather those of the etp ranks; returns them in `dtype`."""
+    def _send(
+        self, outgoing: Tensor, all_rows: list[StepRows], own: Permutation, dtype: torch.dtype
+    ) -> Tensor:
+        """Send rows through all steps; returns those of all etp ranks, sorted by expert, in `dtype`."""
         rows = outgoing
         for number, (group, step) in enumerate(zip(self.steps, all_rows, strict=True)):
             rows = permute_rows(rows, step.by_rank) if number else rows
             rows = self._all_to_all(rows, group, step, [])
-        rows = all_gather(rows, self.etp)
+        rows = permute_rows(all_gather(rows, self.etp), own)
         return decode_rows(unpack_rows(rows), dtype) if self.in_fp8 else rows
 
-    def _sum(self, rows: Tensor, all_rows: list[StepRows], deferred: Deferred) -> Tensor:
-        """Return received rows through all steps, and sum those of each token: [r, h] -> [t, h]."""
-        rows = reduce_scatter(rows, self.etp)
+    def _sum(
+        self, rows: Tensor, all_rows: list[StepRows], own: Permutation, deferred: Deferred
+    ) -> Tensor:  # [r, h] -> [t, h]
+        """Sum the rows of each token on this rank, and return the sums through all steps, where they are summed again."""
+        rows = reduce_scatter(unpermute_rows(rows, own), self.etp)
         for group, step in [*zip(self.steps, all_rows, strict=True)][::-1]:
             rows = self._all_to_all(rows, group, step.returned, deferred)
             rows = unpermute_rows(rows, step.by_rank)

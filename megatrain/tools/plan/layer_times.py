@@ -194,12 +194,14 @@ class LayerTimes:
         return self.fp8 is not None and self.workload.plan.config.experts.moe_fp8_dispatch
 
     def _sent_codes(self, experts: ExpertsSpec, hidden: int) -> Times:
-        """Return the times of tokens, and of gradients of sums, in FP8: casts, copies to and from rows with their scales, sends."""
+        """Return the times of tokens, and of gradients of sums, that are sent in FP8.
+
+        Tokens are cast, and copied to rows with their scales; experts' rows are permuted as codes, and decoded.
+        """
         tokens = self.tokens / self.layout.tp
-        received = tokens * self.layout.etp * self.layout.ep * experts.router.share_of_tokens(self.layout.ep)
-        casts = self.cluster.cast_seconds(3 * (tokens + received) * hidden)
-        copies = self.cluster.memory_seconds(2 * tokens * hidden)
-        seconds = casts + copies
+        rows = tokens * experts.top_k * self.layout.etp
+        seconds = self.cluster.cast_seconds(3 * (tokens + rows) * hidden)
+        seconds += self.cluster.memory_seconds(2 * (tokens - rows) * hidden)
         return Times(seconds, seconds) + self._sent(experts, tokens * (hidden + SCALE_BYTES))
 
     def _sent(self, experts: ExpertsSpec, row: float) -> Times:
