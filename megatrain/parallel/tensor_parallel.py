@@ -116,9 +116,9 @@ def reduce_scatter_rows(x: Tensor, group: RankGroup) -> Tensor:
 
 def conjugate(x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
     """Apply `forward_fn` to x, and `backward_fn` to the gradient of the result; return x if the group has one rank."""
-    if group.size == 1:
-        return x
-    return Conjugate.apply(x, lambda x: forward_fn(x, group), lambda dy: backward_fn(dy, group))
+    if group.size > 1:
+        x = Conjugate.apply(x, lambda x: forward_fn(x, group), lambda dy: backward_fn(dy, group))
+    return x
 
 
 class Bias(NamedTuple):

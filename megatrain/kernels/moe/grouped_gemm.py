@@ -67,7 +67,7 @@ class GroupedProducts:
         """Return these rows from what is saved."""
         return saved[0]
 
-    def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: Any) -> Tensor:
+    def fc1(self, rows: Any, weight: Tensor, ends: Tensor, _info: Any) -> Tensor:
         """Return `grouped_gemm`. A subclass reads the pass of the micro-batch, `PassInfo`: the first one has new weights."""
         return grouped_gemm(rows, weight, ends)
 
