@@ -22,8 +22,8 @@ from megatrain.kernels.moe.grouped_gemm import groups_of
 
 FORMAT: Final = torch.float8_e4m3fn
 """The range of a row needs no more exponents."""
-SCALE_BYTES: Final = 16
-"""Bytes of a scale in a packed row, for the alignment of the next one."""
+SCALE_BYTES: Final = 32
+"""Bytes of a scale in a packed row: rows of pairs of bytes then are multiples of 16 pairs, for which kernels load 16 bytes at a time."""
 
 
 class RowCast(NamedTuple):
@@ -68,7 +68,7 @@ def decode_rows(cast: RowCast, dtype: torch.dtype) -> Tensor:
 
 
 def pack_rows(cast: RowCast) -> Tensor:
-    """Return codes and scale of each row in one row of bytes, [n, k + 16]: the scale ends it, up to a multiple of 16 bytes."""
+    """Return codes and scale of each row in one row of bytes, [n, k + 32]: the scale ends it, several times."""
     scales = cast.scale[:, None].expand(-1, SCALE_BYTES // 4).contiguous()
     return torch.cat((cast.codes.view(torch.uint8), scales.view(torch.uint8)), dim=1)
 

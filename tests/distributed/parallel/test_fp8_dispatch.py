@@ -10,6 +10,7 @@ import pytest
 import torch
 from everyday import nightly
 
+from megatrain.kernels.fp8.rows import SCALE_BYTES
 from megatrain.parallel import expert_parallel
 from megatrain.parallel.collectives import Transfer, begin_all_to_all_into
 from megatrain.parallel.grid import RankGroup
@@ -50,13 +51,13 @@ def answers(pool: WorkerPool, words: str, precision: Precision) -> list[Measured
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "hosts"])
-def test_a_row_takes_a_byte_for_each_channel_and_sixteen_more(pool: WorkerPool, dispatcher: str) -> None:
+def test_a_row_takes_a_byte_for_each_channel_and_its_scale(pool: WorkerPool, dispatcher: str) -> None:
     """Each layer sends tokens, and gradients of sums, in codes, and as often sums, and gradients of tokens, in fp64."""
     layout = Layout.of(f"dp4 mixtral ep4 {dispatcher} fp8dispatch")
     for sent in pool.run(4, bytes_of_rows, layout):
         values, codes = (sent[dtype] for dtype in (torch.float64, torch.uint8))
         assert len(values) == len(codes) > 0
-        assert {8 * (row - 16) for row in codes} == set(values), (values, codes)
+        assert {8 * (row - SCALE_BYTES) for row in codes} == set(values), (values, codes)
 
 
 def bytes_of_rows(rank: int, world_size: int, layout: Layout) -> dict[torch.dtype, list[int]]:
