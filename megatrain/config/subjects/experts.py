@@ -400,7 +400,7 @@ def weight_gradients_read_sent_codes(draft: Draft) -> Problems:
 
 
 @note("cost")
-def values_are_sent(draft: Draft) -> Notes:
+def fp8_dispatch_that_only_rounds(draft: Draft) -> Notes:
     experts, has_fp8 = draft.config.experts, draft.config.precision.fp8_format is not None
     sends_codes = experts.sends_by_alltoall and experts_are_split(draft)
     if experts.num_experts is not None and experts.moe_fp8_dispatch and has_fp8 and not sends_codes:
