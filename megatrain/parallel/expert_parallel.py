@@ -14,8 +14,8 @@ token is sent to all etp ranks, and their outputs are summed.
 
 `LocalDispatcher` serves one rank. `AllToAllDispatcher` sends each token once to each rank with one of its experts and
 receives one sum from it, or in two steps once to each host, whose ranks forward it and return one sum; all ranks gather the
-experts and probabilities of all tokens before, so that the rows are all that an all-to-all sends. The host waits for the
-counts once per call. `AllGatherDispatcher` gathers all tokens on all
+experts and probabilities of all tokens before, so that the rows, or their FP8 codes, are all that an all-to-all sends. The
+host waits for the counts once per call. `AllGatherDispatcher` gathers all tokens on all
 ranks: the host needs no counts, and memory holds every possible assignment, or those within a `RankCapacity`. With one etp
 rank, deterministic operations give both the same bits, if the all-to-all has one step.
 
@@ -252,7 +252,7 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
     Args:
         steps: the groups that a token crosses in turn: see `ExpertParallel.steps`.
-        in_fp8: tokens, and gradients of sums, are sent as FP8 codes with a scale per row; sums and their like keep their dtype.
+        in_fp8: tokens, and gradients of sums, are sent as FP8 codes with a scale per row; sums, and gradients of tokens, as they are.
     """
 
     overlaps_combine = False  # the device needs work while the host waits

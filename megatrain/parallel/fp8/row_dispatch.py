@@ -1,7 +1,9 @@
 """Rounding of dispatched rows to FP8, where no all-to-all sends them as codes: the same numbers under every layout.
 
-dispatch    tokens rounded ─> experts               products in FP8 round them to the same codes anyway
-combine     gradients of sums rounded ─> experts    likewise; weight gradients read what is rounded
+    dispatch    tokens, rounded ─> experts
+    combine     gradients of sums, rounded ─> experts
+
+GEMMs of experts read the same numbers as without it (kernels/fp8/rows.py), their weight gradients rounded ones.
 """
 
 from __future__ import annotations
