@@ -14,8 +14,8 @@ token is sent to all etp ranks, and their outputs are summed.
 
 `LocalDispatcher` serves one rank. `AllToAllDispatcher` sends each token once to each rank with one of its experts and
 receives one sum from it, or in two steps once to each host, whose ranks forward it and return one sum; all ranks gather the
-experts and probabilities of all tokens before, so that the rows are all that an all-to-all sends. The host waits for the
-counts once per call. `AllGatherDispatcher` gathers all tokens on all
+experts and probabilities of all tokens before, so that the rows, or their FP8 codes, are all that an all-to-all sends. The
+host waits for the counts once per call. `AllGatherDispatcher` gathers all tokens on all
 ranks: the host needs no counts, and memory holds every possible assignment, or those within a `RankCapacity`. With one etp
 rank, deterministic operations give both the same bits, if the all-to-all has one step.
 
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.kernels.fp8.rows import cast_rows, decode_rows, pack_rows, unpack_rows
 from megatrain.kernels.host_copy import HostCopy
 from megatrain.kernels.moe.dispatch_steps import StepRows, ends_of, even_ends, rows_of, sort_steps
 from megatrain.kernels.moe.permute import (
@@ -39,8 +40,10 @@ from megatrain.kernels.moe.permute import (
     PermuteRows,
     PermuteValues,
     UnpermuteRows,
+    permute_rows,
     sort_by_expert,
     sort_by_source,
+    unpermute_rows,
 )
 from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.collectives import (
@@ -54,7 +57,7 @@ from megatrain.parallel.collectives import (
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.rank_capacity import RankCapacity
 from megatrain.parallel.tensor_overlap.ordered_sums import begin_ordered_sum
-from megatrain.parallel.tensor_parallel import all_gather_rows, reduce_scatter_rows
+from megatrain.parallel.tensor_parallel import Conjugate
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class ExpertParallel:
         return range(self.ep.rank * each, (self.ep.rank + 1) * each)
 
 
+Deferred = list[Callable[[], None]]
+"""Work of the backward pass, done while a gradient is sent."""
 RowsPerExpert = Callable[[int], int]
 """Maps a rank's number of tokens to the fixed number of rows of every expert (padded to capacity)."""
 
@@ -89,8 +94,8 @@ class DispatchedTokens(NamedTuple):
     """Routing probabilities [r], by which experts multiply their outputs."""
     state: Any
     """The dispatcher's state for `begin_combine`."""
-    transfer: RowTransfer | None = None
-    """The last collective that sent the rows; None: none."""
+    deferred: Deferred | None = None
+    """Done while the gradient of the rows is sent; None: it is not sent."""
     overlapped: tuple[Callable[[], None], ...] = ()
     """Work of the backward pass, done while the gradient of the sums is sent."""
 
@@ -168,7 +173,7 @@ class AllGatherDispatcher:
         def finish() -> DispatchedTokens:
             rows = tokens.finish(own)  # first, so that its gradient is sent after that of the probabilities
             experts, probs = finish_routing()
-            return _permuted(rows, probs, self._sort_own(experts, x), tokens)
+            return _permuted(rows, probs, self._sort_own(experts, x), tokens.deferred)
 
         return finish
 
@@ -247,6 +252,7 @@ class AllToAllDispatcher(AllGatherDispatcher):
 
     Args:
         steps: the groups that a token crosses in turn: see `ExpertParallel.steps`.
+        in_fp8: tokens, and gradients of sums, are sent as FP8 codes with a scale per row; sums, and gradients of tokens, as they are.
     """
 
     overlaps_combine = False  # the device needs work while the host waits
@@ -260,9 +266,10 @@ class AllToAllDispatcher(AllGatherDispatcher):
         give_turn: Callable[[], None] | None = None,
         *,
         steps: tuple[RankGroup, ...],
+        in_fp8: bool = False,
     ) -> None:
         super().__init__(num_experts, ep, etp, rows_per_expert, give_turn)
-        self.steps, self.gathers = steps, (*steps, self.etp)
+        self.steps, self.gathers, self.in_fp8 = steps, (*steps, self.etp), in_fp8
 
     def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
         routing = route()
@@ -270,13 +277,13 @@ class AllToAllDispatcher(AllGatherDispatcher):
         steps = sort_steps(gathered, self.num_experts, self.steps, self.etp)
         by_expert = self._sort_own(gathered, x, steps[-1].by_source.rows)
         counts = HostCopy(ends_of(steps, by_expert))
-        outgoing = PermuteRows.apply(x, steps[0].by_rank)
+        outgoing = self._outgoing(x.detach(), steps[0].by_rank)
+        deferred: Deferred = []
 
         def finish() -> DispatchedTokens:
             even = (steps, routing.experts, self.num_experts, self.etp)
             ends = even_ends(*even) if x.is_meta else counts.read()
             all_rows = rows_of(steps, ends, self.etp)
-            sends = [RowAllToAll(group, rows) for group, rows in zip(self.steps, all_rows, strict=True)]
             received, own = steps[-1].by_source, by_expert
             if self.etp.size > 1:  # the rows of the etp ranks are padded to the most that one of them has
                 received = sort_by_source(
@@ -284,60 +291,66 @@ class AllToAllDispatcher(AllGatherDispatcher):
                     self.etp.size,
                     first_expert=self.ep.rank * self.own_experts,
                     num_experts=self.own_experts,
-                    rows_per_source=sends[-1].rows.num_received,
+                    rows_per_source=all_rows[-1].num_received,
                 )
                 own = self._sort_own(gathered, x, received.rows)
-            rows = outgoing
-            for number, send in enumerate(sends):
-                rows = PermuteRows.apply(rows, send.rows.by_rank) if number else rows
-                sent = RowTransfer(send.begin, send.begin_return, self.give_turn)
-                rows = sent.finish(sent.begin(rows))
-            rows = all_gather_rows(rows, self.etp)
-            received = received._replace(assignments=received.assignments[: len(rows)])
-            own = own._replace(rows=own.rows[: len(rows)], assignments=own.assignments[: max(ends[-1], 1)])
-            dispatched = _permuted(rows, PermuteRows.apply(probs, received), own, sent)
-            return dispatched._replace(state=(sends, own))
+            num_rows = all_rows[-1].num_received * self.etp.size
+            received = received._replace(assignments=received.assignments[:num_rows])
+            own = own._replace(rows=own.rows[:num_rows], assignments=own.assignments[: max(ends[-1], 1)])
+            rows = Conjugate.apply(
+                x,
+                lambda x: self._send(outgoing, all_rows, own, x.dtype),
+                lambda dy: self._sum(dy, all_rows, own, deferred),
+            )
+            own_probs = PermuteValues.apply(PermuteRows.apply(probs, received), own)
+            return DispatchedTokens(rows, own.ends, own_probs, (all_rows, own), deferred)
 
         return finish
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
-        sends, by_expert = dispatched.state
-        sums = reduce_scatter_rows(_unpermuted(out, by_expert), self.etp)
+        all_rows, own = dispatched.state
 
-        def finish() -> Tensor:
-            rows = sums
-            for send in reversed(sends):
-                returned = RowTransfer(send.begin_return, send.begin, self.give_turn)
-                rows = _unpermuted(returned.finish(returned.begin(rows)), send.rows.by_rank)
-            return rows
+        def send_gradient(dy: Tensor) -> Tensor:
+            return self._send(self._outgoing(dy, all_rows[0].by_rank), all_rows, own, dy.dtype)
 
-        return finish
+        return lambda: Conjugate.apply(out, lambda rows: self._sum(rows, all_rows, own, []), send_gradient)
 
+    def _outgoing(self, x: Tensor, by_rank: Permutation) -> Tensor:
+        """Return the rows of the first step: those of x, [t, h], or their codes."""
+        return permute_rows(pack_rows(cast_rows(x)) if self.in_fp8 else x, by_rank)
 
-class RowAllToAll(NamedTuple):
-    """An all-to-all of the rows of a step, and its way back."""
+    def _send(
+        self, outgoing: Tensor, all_rows: list[StepRows], own: Permutation, dtype: torch.dtype
+    ) -> Tensor:
+        """Send rows through all steps; returns those of all etp ranks, sorted by expert, in `dtype`."""
+        rows = outgoing
+        for number, (group, step) in enumerate(zip(self.steps, all_rows, strict=True)):
+            rows = permute_rows(rows, step.by_rank) if number else rows
+            rows = self._all_to_all(rows, group, step, [])
+        rows = permute_rows(all_gather(rows, self.etp), own)
+        return decode_rows(unpack_rows(rows), dtype) if self.in_fp8 else rows
 
-    group: RankGroup
-    rows: StepRows
+    def _sum(
+        self, rows: Tensor, all_rows: list[StepRows], own: Permutation, deferred: Deferred
+    ) -> Tensor:  # [r, h] -> [t, h]
+        """Sum the rows of each token on this rank, and return the sums through all steps, where they are summed again."""
+        rows = reduce_scatter(unpermute_rows(rows, own), self.etp)
+        for group, step in [*zip(self.steps, all_rows, strict=True)][::-1]:
+            rows = self._all_to_all(rows, group, step.returned, deferred)
+            rows = unpermute_rows(rows, step.by_rank)
+        return rows
 
-    def begin(self, x: Tensor) -> tuple[Tensor, Transfer]:
-        """Begin to send rows; returns the received rows, then uninitialised rows."""
-        return self._begin(x, self.rows.to_ranks, self.rows.from_ranks, self.rows.num_received)
-
-    def begin_return(self, x: Tensor) -> tuple[Tensor, Transfer]:
-        """Begin to send received rows back."""
-        num_rows = len(self.rows.by_rank.assignments)
-        return self._begin(x, self.rows.from_ranks, self.rows.to_ranks, num_rows)
-
-    def _begin(
-        self, x: Tensor, to_ranks: list[int], from_ranks: list[int], num_rows: int
-    ) -> tuple[Tensor, Transfer]:
-        outgoing = x[: sum(to_ranks)].contiguous()
-        out = x.new_empty(num_rows, *x.shape[1:])
-        incoming = out[: sum(from_ranks)]
-        return out, begin_all_to_all_into(
-            incoming, outgoing, self.group, to_ranks=to_ranks, from_ranks=from_ranks
-        )
+    def _all_to_all(self, x: Tensor, group: RankGroup, step: StepRows, deferred: Deferred) -> Tensor:
+        """Send the rows of a step while `deferred` is done; returns the received rows, then uninitialised rows."""
+        outgoing, out = x[: sum(step.to_ranks)].contiguous(), x.new_empty(step.num_received, *x.shape[1:])
+        sizes = {"to_ranks": step.to_ranks, "from_ranks": step.from_ranks}
+        transfer = begin_all_to_all_into(out[: sum(step.from_ranks)], outgoing, group, **sizes)
+        while deferred:
+            deferred.pop(0)()
+        if self.give_turn is not None:
+            self.give_turn()
+        transfer.wait()
+        return out
 
 
 def _num_padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:
@@ -345,11 +358,11 @@ def _num_padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:
 
 
 def _permuted(
-    x: Tensor, probs: Tensor, permutation: Permutation, transfer: RowTransfer | None = None
+    x: Tensor, probs: Tensor, permutation: Permutation, deferred: Deferred | None = None
 ) -> DispatchedTokens:
     rows: Tensor = PermuteRows.apply(x, permutation)
     row_probs: Tensor = PermuteValues.apply(probs, permutation)
-    return DispatchedTokens(rows, permutation.ends, row_probs, permutation, transfer)
+    return DispatchedTokens(rows, permutation.ends, row_probs, permutation, deferred)
 
 
 def _unpermuted(rows: Tensor, permutation: Permutation) -> Tensor:
@@ -374,8 +387,7 @@ class RowTransfer:
     backward: BeginTransfer
     give_turn: Callable[[], None] | None = None
     """Called before a wait: lets another pass run meanwhile."""
-    deferred: list[Callable[[], None]] = field(default_factory=list)
-    """Work of the backward pass, done while the gradient is sent."""
+    deferred: Deferred = field(default_factory=list)
     appended: Tensor | None = None
     """Received columns that `forward` appended to those of x; they have no gradient."""
     out: Tensor | None = None

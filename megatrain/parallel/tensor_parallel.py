@@ -90,6 +90,7 @@ class TensorParallel:
         return rows * self.size if self.sequence_parallel else rows
 
 
+Map = Callable[[Tensor], Tensor]
 _GroupFn = Callable[[Tensor, RankGroup], Tensor]
 
 
@@ -115,7 +116,9 @@ def reduce_scatter_rows(x: Tensor, group: RankGroup) -> Tensor:
 
 def conjugate(x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
     """Apply `forward_fn` to x, and `backward_fn` to the gradient of the result; return x if the group has one rank."""
-    return x if group.size == 1 else _Conjugate.apply(x, group, forward_fn, backward_fn)
+    if group.size > 1:
+        x = Conjugate.apply(x, lambda x: forward_fn(x, group), lambda dy: backward_fn(dy, group))
+    return x
 
 
 class Bias(NamedTuple):
@@ -206,15 +209,17 @@ def replicated_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None
     return rows
 
 
-class _Conjugate(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
-        ctx.group, ctx.backward_fn = group, backward_fn
-        return forward_fn(x, group)
+class Conjugate(Function):
+    """`forward_fn` of x, and `backward_fn` of the gradient of the result."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.backward_fn(grads[0], ctx.group), None, None, None
+    def forward(ctx: Any, x: Tensor, forward_fn: Map, backward_fn: Map) -> Tensor:
+        ctx.backward_fn = backward_fn
+        return forward_fn(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_fn(grads[0]), None, None
 
 
 def _copy(x: Tensor, group: RankGroup) -> Tensor:  # noqa: ARG001 (the signature of a collective)

@@ -57,8 +57,8 @@ def one_pass(given: Inputs, experts: Tensor, kept: Tensor) -> list[Tensor]:
     grads = [torch.zeros_like(weight, dtype=grad_dtype) for weight in (given.fc1, given.fc2)]
     weights = [GroupedWeight(*pair) for pair in zip((given.fc1, given.fc2), grads, strict=True)]
     dispatched = dispatcher.begin_dispatch(x, lambda: Routing(experts, probs * kept, kept))()
-    rows, ends, row_probs, _, transfer, _ = dispatched
-    out = _GroupedMlp.apply(rows, row_probs, ends, *weights, SWIGLU, GroupedProducts(), PassInfo(), transfer)
+    rows, ends, row_probs, _, deferred, _ = dispatched
+    out = _GroupedMlp.apply(rows, row_probs, ends, *weights, SWIGLU, GroupedProducts(), PassInfo(), deferred)
     out = dispatcher.begin_combine(out, dispatched)()
     out.backward(given.dy)
     return [out.detach(), x.grad, probs.grad, *grads]

@@ -20,10 +20,14 @@ from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.rows import (
     cast_rows,
     cast_rows_reference,
+    decode_rows,
     grouped_gemm,
     grouped_gemm_reference,
+    pack_rows,
+    unpack_rows,
 )
 from megatrain.kernels.moe.grouped_gemm import GroupedProducts
+from megatrain.kernels.moe.permute import Permutation, permute_rows
 from megatrain.model.implementations.grouped_mlp import GroupedWeight, _GroupedMlp
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.fp8.experts import Fp8GroupedGemms
@@ -180,34 +184,43 @@ def test_casts_of_rows_are_those_of_the_references_bit_for_bit() -> None:
         assert torch.equal(found.codes.float().nan_to_num(-1), expected.codes.float().nan_to_num(-1))
 
 
-def test_routed_experts_are_near_those_in_bf16() -> None:
-    e, h, f, t = 4, 1024, 768, 1000
+def pass_of_experts(products: GroupedProducts, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return output, gradients of rows and probabilities, and weight gradients; rows after the last end are left out."""
+    e, h, f = 4, 1024, 768
     ends = torch.tensor([100, 100, 640, 990], dtype=torch.int32, device="cuda")
     weights = [drawn(e, 2 * f, h, seed=1, std=0.02), drawn(e, h, f, seed=2, std=0.02)]
-    rows, probs = drawn(t, h), torch.rand(t, generator=torch.Generator().manual_seed(3)).cuda()
-    dy, results = drawn(t, h, seed=4, std=1e-3), []
-    for products in (GroupedProducts(), Fp8GroupedGemms(ALONE, keeps_weights=True)):
-        own_rows, own_probs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
-        grads = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
-        fc1, fc2 = (
-            GroupedWeight(weight.clone().requires_grad_(), grad)
-            for weight, grad in zip(weights, grads, strict=True)
-        )
-        out = _GroupedMlp.apply(
-            own_rows,
-            own_probs,
-            ends,
-            fc1,
-            fc2,
-            Activation(fn=SILU, is_gated=True),
-            products,
-            PassInfo(),
-            None,
-        )
-        out.backward(dy)
-        assert own_rows.grad is not None
-        assert own_probs.grad is not None
-        results.append((out[:990], own_rows.grad[:990], own_probs.grad[:990], *grads))
+    probs = torch.rand(len(rows), generator=torch.Generator().manual_seed(3)).cuda()
+    own_rows, own_probs = rows.clone().requires_grad_(), probs.requires_grad_()
+    grads = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    fc1, fc2 = (
+        GroupedWeight(weight.clone().requires_grad_(), grad)
+        for weight, grad in zip(weights, grads, strict=True)
+    )
+    activation = Activation(fn=SILU, is_gated=True)
+    out = _GroupedMlp.apply(own_rows, own_probs, ends, fc1, fc2, activation, products, PassInfo(), None)
+    out.backward(drawn(len(rows), h, seed=4, std=1e-3))
+    assert own_rows.grad is not None
+    assert own_probs.grad is not None
+    return (out[:990], own_rows.grad[:990], own_probs.grad[:990], *grads)
+
+
+def test_routed_experts_are_near_those_in_bf16() -> None:
+    both = (GroupedProducts(), Fp8GroupedGemms(ALONE, keeps_weights=True))
+    results = [pass_of_experts(products, drawn(1000, 1024)) for products in both]
     for expected, found in zip(*results, strict=True):
         error = ((found - expected).float().norm() / expected.float().norm()).item()
         assert 0 < error < 0.08, error
+
+
+def test_saved_codes_of_rounded_rows_change_no_bit() -> None:
+    rows, order = drawn(1000, 1024), torch.arange(1000, device="cuda")
+    ends = torch.tensor([1000], dtype=torch.int32, device="cuda")
+    packed = permute_rows(pack_rows(cast_rows(rows)), Permutation(order[:, None], order, ends, ends[0]))
+    rounded = decode_rows(unpack_rows(packed), torch.bfloat16)
+    of_values, of_rounded, of_codes = (
+        pass_of_experts(Fp8GroupedGemms(ALONE, keeps_weights=True, saves_codes=saves_codes), given)
+        for saves_codes, given in ((False, rows), (False, rounded), (True, rounded))
+    )
+    assert all(map(torch.equal, of_rounded, of_codes))
+    assert all(map(torch.equal, of_values[:3], of_codes[:3]))
+    assert not torch.equal(of_values[-2], of_codes[-2])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatrain.kernels.moe import dispatch_steps, permute, routing
+from megatrain.kernels.moe.dispatch_steps import StepRows
 from megatrain.kernels.moe.permute import Permutation, sort_by_expert, unpermute_values
 from megatrain.kernels.moe.routing import load_quantiles, within_capacity
 from megatrain.kernels.moe.routing_losses import load_balancing_loss
@@ -26,7 +27,7 @@ from megatrain.parallel import expert_parallel
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.data_parallel import GradientReduction
-from megatrain.parallel.expert_parallel import RowAllToAll
+from megatrain.parallel.expert_parallel import AllToAllDispatcher
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import ParamLayout
 from megatrain.parallel.pipeline.interleave import Turns, Work
@@ -236,29 +237,32 @@ def _capacity_per_rank() -> AbstractContextManager[Any]:
 
 def _host_sum_doubled() -> AbstractContextManager[Any]:
     """Add the sum that the first host returns twice."""
-    begin_return = RowAllToAll.begin_return
+    total, all_to_all = AllToAllDispatcher._sum, AllToAllDispatcher._all_to_all
 
-    def doubled(self: RowAllToAll, x: Tensor) -> tuple[Tensor, Transfer]:
-        out, transfer = begin_return(self, x)
-        if self.group.name == "ep_peers":
-            transfer.wait()
-            out[: self.rows.to_ranks[0]] *= 2
-        return out, transfer
+    def doubled(self: AllToAllDispatcher, x: Tensor, group: RankGroup, step: StepRows, *more: Any) -> Tensor:
+        out = all_to_all(self, x, group, step, *more)
+        if group.name == "ep_peers":
+            out[: step.from_ranks[0]] *= 2
+        return out
 
-    return mock.patch.object(RowAllToAll, "begin_return", doubled)
+    def of_doubled(*known: Any) -> Tensor:
+        with mock.patch.object(AllToAllDispatcher, "_all_to_all", doubled):
+            return total(*known)
+
+    return mock.patch.object(AllToAllDispatcher, "_sum", of_doubled)
 
 
 def _forwarded_to_other_rank() -> AbstractContextManager[Any]:
     """Forward the rows of the last rank of a host to its first one."""
-    begin = RowAllToAll.begin
+    all_to_all = AllToAllDispatcher._all_to_all
 
-    def turned(self: RowAllToAll, x: Tensor) -> tuple[Tensor, Transfer]:
-        if self.group.name == "ep_host":
-            sent = sum(self.rows.to_ranks)
-            x = torch.cat((x[:sent].roll(self.rows.to_ranks[-1], 0), x[sent:]))
-        return begin(self, x)
+    def turned(self: AllToAllDispatcher, x: Tensor, group: RankGroup, step: StepRows, *more: Any) -> Tensor:
+        if group.name == "ep_host":
+            sent = sum(step.to_ranks)
+            x = torch.cat((x[:sent].roll(step.to_ranks[-1], 0), x[sent:]))
+        return all_to_all(self, x, group, step, *more)
 
-    return mock.patch.object(RowAllToAll, "begin", turned)
+    return mock.patch.object(AllToAllDispatcher, "_all_to_all", turned)
 
 
 def _second_host_forgotten() -> AbstractContextManager[Any]:

@@ -10,11 +10,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatrain.kernels.fp8 import blocks
+from megatrain.kernels.fp8 import blocks, rows
 from megatrain.kernels.fp8.gemms import Operand
+from megatrain.kernels.fp8.rows import RowCast
+from megatrain.parallel import expert_parallel
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.data_parallel import WeightAllGather
-from megatrain.parallel.fp8 import amax_history, experts, nvfp4, scaling, weight_gather
+from megatrain.parallel.fp8 import amax_history, experts, nvfp4, row_dispatch, scaling, weight_gather
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe, Fp8Recipes
 from megatrain.parallel.layout import ParamLayout
 from megatrain.tools.parity.runs.program import Patch
@@ -81,6 +83,21 @@ def _recipes_by_number_within_a_stage() -> AbstractContextManager[Any]:
     return mock.patch.object(Fp8Recipes, "recipe", within)
 
 
+def _sent_with_scales_of_other_rows() -> AbstractContextManager[Any]:
+    """Send each token with the scale of the one before."""
+    pack_rows = rows.pack_rows
+
+    def shifted(cast: RowCast) -> Tensor:
+        return pack_rows(cast._replace(scale=cast.scale.roll(1, 0)))
+
+    return mock.patch.object(expert_parallel, "pack_rows", shifted)
+
+
+def _sent_in_values() -> AbstractContextManager[Any]:
+    """Send tokens and gradients that are not rounded."""
+    return mock.patch.object(row_dispatch, "_rounded", torch.clone)
+
+
 FP8_FAULTS: dict[str, tuple[Patch, str]] = {
     "FP8 scale from the largest value of a rank's part": (_scales_of_a_part, "tp2 sp fp8tensorwise"),
     "FP8 history of a replica's own values": (_history_of_a_replica, "dp2 fp8delayed"),
@@ -97,6 +114,14 @@ FP8_FAULTS: dict[str, tuple[Patch, str]] = {
     "FP8 gather of weights with scales of the last step": (
         _gather_with_scales_of_the_last_step,
         "dp2 zero3 overlap fp8gather",
+    ),
+    "FP8 scales of other tokens in a dispatch": (
+        _sent_with_scales_of_other_rows,
+        "dp2 mixtral ep2 alltoall fp8dispatch",
+    ),
+    "FP8 dispatch without rounding on ranks that gather tokens": (
+        _sent_in_values,
+        "dp2 mixtral ep2 fp8dispatch",
     ),
     "NVFP4 rounding by a rank's own numbers of outputs": (_random_numbers_of_a_rank, "tp2 nvfp4"),
     "FP8 recipes of layers by their number within a stage": (

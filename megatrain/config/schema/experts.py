@@ -199,6 +199,8 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
         ),
     )
     """Ranks of --expert-model-parallel-size on each host: the all-to-all sends a token once to each host with some of its experts, where ranks forward it to one another, and receives one sum from it. 1: a token goes once to each rank. auto: the ranks of a host where this saves more on the network than forwarding costs, else 1. Not in Megatron-LM."""
+    moe_fp8_dispatch: bool = setting(False, on_resume=SAFE, needs=on("precision.fp8_format"))
+    """Cast tokens to FP8 before they are sent to experts in FP8, and in the backward pass the gradients of their sums: an all-to-all sends half of the bytes there, while sums return in the dtype of the weights. The GEMMs of experts read the same codes as without it; their weight gradients are computed from the rounded rows, with every dispatcher. Not in Megatron-LM."""
     moe_expert_rank_capacity_factor: float | None = setting(
         AUTO,
         above=0,

@@ -387,6 +387,26 @@ def ranks_of_a_host_divide_expert_ranks(draft: Draft) -> Problems:
 
 
 @rule
+def weight_gradients_read_sent_codes(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if draft.config.experts.moe_fp8_dispatch and precision.fp8_format is not None and not precision.fp8_wgrad:
+        yield Problem(
+            "--moe-fp8-dispatch is not supported together with --no-fp8-wgrad: the weight gradients of experts are computed"
+            " from rows that were sent in FP8",
+            "remove --no-fp8-wgrad, or --moe-fp8-dispatch",
+        )
+
+
+@note("cost")
+def fp8_dispatch_that_only_rounds(draft: Draft) -> Notes:
+    experts, has_fp8 = draft.config.experts, draft.config.precision.fp8_format is not None
+    sends_codes = experts.sends_by_alltoall and experts_are_split(draft)
+    if experts.num_experts is not None and experts.moe_fp8_dispatch and has_fp8 and not sends_codes:
+        where = "an all-gather of tokens" if experts_are_split(draft) else "experts on one rank"
+        yield f"--moe-fp8-dispatch only rounds with {where}: an all-to-all sends half of the bytes"
+
+
+@rule
 def experts_require_uniform_layers(draft: Draft) -> Problems:
     model, experts = draft.config.model, draft.config.experts
     if experts.num_experts is not None and model.heterogeneous_layers_config_encoded_json is not None:

@@ -2,8 +2,8 @@
 
     rows of x, sorted by group      y[rows of g] = x[rows of g] W_g^T      a scale per row of x, and per row of each W_g
 
-A scale per row needs no other row: it does not depend on the tokens that a rank receives, nor on their order. Scales are
-powers of two. Rows after the last end are not read by GEMMs, and results have undefined values there.
+A scale per row needs no other row: it does not depend on the tokens that a rank receives, nor on their order, so that a row may
+be cast before it is sent. Scales are powers of two. Rows after the last end are not read by GEMMs, and results have undefined values there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from megatrain.kernels.moe.grouped_gemm import groups_of
 
 FORMAT: Final = torch.float8_e4m3fn
 """The range of a row needs no more exponents."""
+SCALE_BYTES: Final = 32
+"""Bytes of a scale in a packed row: rows of pairs of bytes then are multiples of 16 pairs, for which kernels load 16 bytes at a time."""
 
 
 class RowCast(NamedTuple):
@@ -56,6 +58,25 @@ def cast_rows_reference(x: Tensor, amax: Tensor | None = None) -> RowCast:
     scale = power_of_two_scale(amax, torch.finfo(FORMAT).max)
     codes = encode(x.to(accumulation_dtype(x.dtype)) * scale[..., None], FORMAT)
     return RowCast(codes, scale.reciprocal())
+
+
+def decode_rows(cast: RowCast, dtype: torch.dtype) -> Tensor:
+    """Return the values of a cast. In the dtype of the rows that were cast they are exact, and casting them changes none."""
+    if is_fused(cast.codes) and dtype is not torch.float64:
+        return fused.decode_rows(*cast, dtype)
+    return (cast.codes.to(accumulation_dtype(dtype)) * cast.scale[..., None]).to(dtype)
+
+
+def pack_rows(cast: RowCast) -> Tensor:
+    """Return codes and scale of each row in one row of bytes, [n, k + 32]: the scale ends it, several times."""
+    scales = cast.scale[:, None].expand(-1, SCALE_BYTES // 4).contiguous()
+    return torch.cat((cast.codes.view(torch.uint8), scales.view(torch.uint8)), dim=1)
+
+
+def unpack_rows(packed: Tensor) -> RowCast:
+    """Return the cast in rows of bytes; its codes are a view."""
+    codes, scales = packed.split((packed.shape[1] - SCALE_BYTES, SCALE_BYTES), dim=1)
+    return RowCast(codes.view(FORMAT), scales.contiguous().view(torch.float32)[:, 0])
 
 
 def grouped_gemm(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:

@@ -47,6 +47,11 @@ class StepRows(NamedTuple):
     num_received: int
     """Rows to allocate: the most that an etp rank receives, at least 1. Rows that are not received are never read."""
 
+    @property
+    def returned(self) -> StepRows:
+        """The way back."""
+        return StepRows(self.by_rank, self.from_ranks, self.to_ranks, len(self.by_rank.assignments))
+
 
 def sort_steps(experts: Tensor, num_experts: int, steps: Sequence[Ranks], etp: Ranks) -> list[SortedStep]:
     """Sort the tokens that this rank sends and receives in each step.

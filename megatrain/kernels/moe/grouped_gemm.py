@@ -9,7 +9,7 @@ reads them); in other dtypes the groups are computed one by one. On GPUs a fused
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,19 @@ def grouped_gemm_backward(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 class GroupedProducts:
     """The products of rows with expert weights, in the dtype of the weights; a subclass has them in FP8."""
 
-    def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, _info: Any) -> Tensor:
+    def cast(self, rows: Tensor) -> Any:
+        """Return rows as `fc1` reads them."""
+        return rows
+
+    def saved(self, rows: Tensor, _cast: Any) -> tuple[Tensor, ...]:
+        """Return what a pass saves of the rows of fc1, for their weight gradient."""
+        return (rows,)
+
+    def restored(self, saved: Sequence[Tensor], _dtype: torch.dtype) -> Tensor:
+        """Return these rows from what is saved."""
+        return saved[0]
+
+    def fc1(self, rows: Any, weight: Tensor, ends: Tensor, _info: Any) -> Tensor:
         """Return `grouped_gemm`. A subclass reads the pass of the micro-batch, `PassInfo`: the first one has new weights."""
         return grouped_gemm(rows, weight, ends)
 

@@ -29,6 +29,7 @@ from megatrain.parallel.expert_parallel import (
     LocalDispatcher,
     TokenDispatcher,
 )
+from megatrain.parallel.fp8.row_dispatch import RoundingDispatcher
 from megatrain.parallel.layout import Init
 from megatrain.parallel.packs.context import PackContext
 
@@ -72,8 +73,12 @@ def _experts(spec: ExpertsSpec, context: LayerContext) -> Experts:
         )
     ]
     before, after = latents[:1], latents[1:]
-    mlp = builder.grouped_mlp(spec.expert, *_expert_weights(spec, context), ranks.parallel)
-    return Experts(router, _token_dispatcher(spec.router, ranks), mlp, Sequential(before), Sequential(after))
+    fc1, fc2 = _expert_weights(spec, context)
+    mlp = builder.grouped_mlp(spec.expert, fc1, fc2, ranks.parallel)
+    recipe = builder.recipe_of(fc2)
+    in_fp8 = recipe is not None and recipe.casts_before_dispatch
+    dispatcher = _token_dispatcher(spec.router, ranks, in_fp8=in_fp8)
+    return Experts(router, dispatcher, mlp, Sequential(before), Sequential(after))
 
 
 def _expert_weights(spec: ExpertsSpec, context: LayerContext) -> tuple[LinearLayout, LinearLayout]:
@@ -100,7 +105,8 @@ def _expert_weights(spec: ExpertsSpec, context: LayerContext) -> tuple[LinearLay
     return LinearLayout(weights, biases), LinearLayout(down_weights, down_biases)
 
 
-def _token_dispatcher(spec: RouterSpec, ranks: LayerRanks) -> TokenDispatcher:
+def _token_dispatcher(spec: RouterSpec, ranks: LayerRanks, *, in_fp8: bool) -> TokenDispatcher:
+    """Build the dispatcher of a layer. `in_fp8`: it rounds tokens to FP8, and an all-to-all sends their codes."""
     ep, etp, num_ranks = ranks.parallel.ep, ranks.parallel.etp, ranks.split.num_ranks
     rows_per_expert = None
     if spec.is_padded:
@@ -113,15 +119,17 @@ def _token_dispatcher(spec: RouterSpec, ranks: LayerRanks) -> TokenDispatcher:
         def rows_per_expert(num_tokens: int) -> int:
             return num_batches * capacity(num_tokens=num_tokens * num_ranks)
 
-    if ep.size * etp.size == 1:
-        return LocalDispatcher(spec.num_experts, rows_per_expert)
     communication = ranks.communication
     give_turn = None if communication.turns is None else communication.turns.give
     common = (spec.num_experts, ep, etp, rows_per_expert, give_turn)
-    if communication.dispatcher == "alltoall":
-        return AllToAllDispatcher(*common, steps=ranks.parallel.steps)
-    bounds = communication.capacities if rows_per_expert is None else None
-    return AllGatherDispatcher(*common, None if bounds is None else bounds.add_layer())
+    if ep.size * etp.size == 1:
+        dispatcher: TokenDispatcher = LocalDispatcher(spec.num_experts, rows_per_expert)
+    elif communication.dispatcher == "alltoall":
+        return AllToAllDispatcher(*common, steps=ranks.parallel.steps, in_fp8=in_fp8)
+    else:
+        bounds = communication.capacities if rows_per_expert is None else None
+        dispatcher = AllGatherDispatcher(*common, None if bounds is None else bounds.add_layer())
+    return RoundingDispatcher(dispatcher) if in_fp8 else dispatcher
 
 
 def _max_batches(expert_ranks: int, batch_ranks: int) -> int:

@@ -17,7 +17,7 @@ from megatrain.kernels.moe.grouped_bias import (
 from megatrain.kernels.moe.grouped_gemm import GroupedProducts, accumulate_grouped_weight_gradient
 from megatrain.model.layouts import LinearLayout
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel, RowTransfer
+from megatrain.parallel.expert_parallel import Deferred, DispatchedTokens, ExpertParallel
 from megatrain.parallel.layout import ShardedModule
 from megatrain.parallel.tensor_parallel import Bias
 
@@ -51,9 +51,9 @@ class LocalGroupedMlp(ShardedModule):
         fc1, fc2 = map(self.weight_of, ("fc1", "fc2"))
         # The outputs of the ranks of etp are summed.
         fc2 = fc2 if self.adds_output_bias else fc2._replace(bias=None)
-        rows, ends, probs, _, transfer, _ = dispatched
+        rows, ends, probs, _, deferred, _ = dispatched
         operations = (self.activation, self.products)
-        out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, *operations, info, transfer)
+        out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, *operations, info, deferred)
         return out
 
     def weight_of(self, name: str) -> GroupedWeight:
@@ -81,7 +81,7 @@ class GroupedWeight(NamedTuple):
 
 
 class _GroupedMlp(Function):
-    """Saves the rows and the output of fc1; recomputes the activation.
+    """Saves the rows, or their FP8 codes, and the output of fc1; recomputes the activation.
 
     Weight gradients bypass autograd: they are accumulated while the gradient of the rows is sent, or when the schedule says so.
     """
@@ -97,20 +97,21 @@ class _GroupedMlp(Function):
         activation: Activation,
         products: GroupedProducts,
         info: PassInfo,
-        transfer: RowTransfer | None,
+        deferred: Deferred | None,
     ) -> Tensor:
-        inner = products.fc1(rows, fc1.value, ends, info)
+        cast = products.cast(rows)
+        inner = products.fc1(cast, fc1.value, ends, info)
         if fc1.bias is not None:
             add_grouped_bias(inner, fc1.bias.value, ends)
-        ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
+        ctx.save_for_backward(probs, ends, inner, fc1.value, fc2.value, *products.saved(rows, cast))
         ctx.grads, ctx.biases = (fc1.grad, fc2.grad), (fc1.bias, fc2.bias)
-        ctx.activation, ctx.info, ctx.transfer, ctx.products = activation, info, transfer, products
+        ctx.activation, ctx.info, ctx.deferred, ctx.products = activation, info, deferred, products
         out = products.fc2(activate_weighted(inner, probs, activation, ends), fc2.value, ends, info)
         return out if fc2.bias is None else add_grouped_bias(out, fc2.bias.value, ends, probs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, probs, ends, inner, fc1, fc2 = ctx.saved_tensors
+        probs, ends, inner, fc1, fc2, *saved = ctx.saved_tensors
         dy = grads[0].contiguous()
         dweighted = ctx.products.fc2_backward(dy, fc2, ends)
         dinner, dprobs = activate_weighted_backward(dweighted, inner, probs, ctx.activation, ends)
@@ -123,14 +124,15 @@ class _GroupedMlp(Function):
 
         def compute() -> None:
             accumulate_grouped_weight_gradient(fc2_grad, dy, weighted, ends)
+            rows = ctx.products.restored(saved, dy.dtype)
             accumulate_grouped_weight_gradient(fc1_grad, dinner, rows, ends)
             if fc2_bias is not None:
                 accumulate_grouped_bias_gradient(fc2_bias.grad, dy, ends, probs)
             if fc1_bias is not None:
                 accumulate_grouped_bias_gradient(fc1_bias.grad, dinner, ends)
 
-        if ctx.transfer is not None and ctx.info.deferred is None and ctx.needs_input_grad[0]:
-            ctx.transfer.deferred.append(compute)
+        if ctx.deferred is not None and ctx.info.deferred is None and ctx.needs_input_grad[0]:
+            ctx.deferred.append(compute)
         else:
             ctx.info.compute_weight_gradient(compute)
         return drows, dprobs, *[None] * 7

@@ -115,7 +115,7 @@ class LocalBuilder:
         mlp = LocalGroupedMlp(activation_of(spec), fc1, fc2, parallel, self.dtype)
         recipe = self.recipe_of(fc2)
         if recipe is not None:
-            mlp.products = Fp8GroupedGemms(parallel.etp, recipe.keeps_weights)
+            mlp.products = Fp8GroupedGemms(parallel.etp, recipe.keeps_weights, recipe.casts_before_dispatch)
         return mlp
 
     def row_linear(self, linear: LinearLayout) -> RowLinear:

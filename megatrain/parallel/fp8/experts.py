@@ -10,12 +10,14 @@ Ranks of etp hold parts of the inner channels: they reduce the largest values of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from megatrain.kernels.fp8.rows import RowCast, cast_rows, grouped_gemm, row_amax
+from megatrain.kernels.fp8.rows import RowCast, cast_rows, decode_rows, grouped_gemm, row_amax
 from megatrain.kernels.moe.grouped_gemm import GroupedProducts
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
@@ -40,16 +42,27 @@ class Fp8GroupedGemms(GroupedProducts):
     Args:
         etp: ranks that hold a slice of each expert's inner channels.
         keeps_weights: see `Fp8Linear`.
+        saves_codes: rows are rounded to FP8 before the dispatch, so that a pass saves their codes alone.
     """
 
     etp: RankGroup
     keeps_weights: bool
+    saves_codes: bool = False
     _kept: dict[Layer, WeightCast] = field(default_factory=dict)
 
-    def fc1(self, rows: Tensor, weight: Tensor, ends: Tensor, info: PassInfo) -> Tensor:
+    def cast(self, rows: Tensor) -> RowCast:
+        return cast_rows(rows)
+
+    def saved(self, rows: Tensor, cast: RowCast) -> tuple[Tensor, ...]:
+        return cast if self.saves_codes else (rows,)
+
+    def restored(self, saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return decode_rows(RowCast(*saved), dtype) if self.saves_codes else saved[0]
+
+    def fc1(self, rows: RowCast, weight: Tensor, ends: Tensor, info: PassInfo) -> Tensor:
         """Compute rows W_g^T: [r, h] -> [r, f/etp]."""
         cast = self._weight_rows("fc1", weight, info)
-        return grouped_gemm(cast_rows(rows), cast, ends, rows.dtype, fast=True)
+        return grouped_gemm(rows, cast, ends, weight.dtype, fast=True)
 
     def fc2(self, rows: Tensor, weight: Tensor, ends: Tensor, info: PassInfo) -> Tensor:
         """Compute rows W_g^T: [r, f/etp] -> [r, h], a partial sum over etp."""

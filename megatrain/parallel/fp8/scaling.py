@@ -227,6 +227,7 @@ class Fp8Recipe:
         history: largest values of earlier steps, for delayed scaling; None: scales follow from the tensors themselves.
         block: elements per block, for blockwise scaling; None: a tensor has one scale.
         gathers_weights: weights are all-gathered in FP8 (weight_gather.py).
+        casts_before_dispatch: tokens are rounded before they are sent to experts, and gradients of their sums (row_dispatch.py).
         cp: context ranks, and `seed` of stochastic rounding, for nvfp4.
     """
 
@@ -239,6 +240,7 @@ class Fp8Recipe:
     history: AmaxHistory | None = None
     block: int | None = None
     gathers_weights: bool = False
+    casts_before_dispatch: bool = False
     cp: ContextParallel | None = None
     seed: int = 0
 

@@ -400,6 +400,7 @@ NUMBER_FORMATS: Final[tuple[Option, ...]] = (
             "fp8blockwise": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-block-size 4",
             "fp8e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
             "nvfp4": "--fp4-format e2m1",
+            "fp8dispatch": "--fp8-format hybrid --fp8-recipe tensorwise --moe-fp8-dispatch",
             "fp8gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
             "fp8delayedgather": (
                 "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --fp8-margin 1"

@@ -19,6 +19,7 @@ from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.linear import Linear
 from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
+from megatrain.kernels.fp8.rows import SCALE_BYTES
 from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.linear_times import Fp8, Gemm, Times
@@ -159,6 +160,8 @@ class LayerTimes:
         times = sum((one.times(self.cluster, self.fp8) for one in gemms), Times())
         times += self._memory((16 if experts.is_gated else 10) * width * rows)
         times += self._memory(32 * h * rows + 12 * experts.num_experts * self._rows_of_norms)
+        if self._sends_codes:  # which weight gradients decode
+            times += Times(weight=self.cluster.cast_seconds(3 * h * rows))
         shared = Times() if experts.shared is None else self._dense(experts.shared)
         return times + shared + self._dispatch(experts, h, shared)
 
@@ -175,8 +178,8 @@ class LayerTimes:
             return Times()
         row = self.tokens / layout.tp * hidden * _BF16
         if not self.workload.gathers_tokens(ep):
-            sent = self._sent(experts, row)
-            return sent + sent + Times(rates.host_wait_seconds)
+            sums, wait = self._sent(experts, row), Times(rates.host_wait_seconds)
+            return sums + wait + (self._sent_codes(experts, hidden) if self._sends_codes else sums)
         ranks = ep * layout.etp
         group = Group(self.cluster, ranks)
         one = group.all_gather(row * ranks)
@@ -185,6 +188,21 @@ class LayerTimes:
         backward = max(one - shared.backward - shared.weight, overlapped) + overlapped
         sends = forward + backward
         return Times(forward, backward, sends=sends, exposed_sends=min(4 * overlapped, sends))
+
+    @property
+    def _sends_codes(self) -> bool:
+        return self.fp8 is not None and self.workload.plan.config.experts.moe_fp8_dispatch
+
+    def _sent_codes(self, experts: ExpertsSpec, hidden: int) -> Times:
+        """Return the times of tokens, and of gradients of sums, that are sent in FP8.
+
+        Tokens are cast, and copied to rows with their scales; experts' rows are permuted as codes, and decoded.
+        """
+        tokens = self.tokens / self.layout.tp
+        rows = tokens * experts.top_k * self.layout.etp
+        seconds = self.cluster.cast_seconds(3 * (tokens + rows) * hidden)
+        seconds += self.cluster.memory_seconds(2 * (tokens - rows) * hidden)
+        return Times(seconds, seconds) + self._sent(experts, tokens * (hidden + SCALE_BYTES))
 
     def _sent(self, experts: ExpertsSpec, row: float) -> Times:
         """Return the times of the all-to-alls that send tokens, or that return their sums; `row`: bytes of a rank's tokens.

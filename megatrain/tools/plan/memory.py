@@ -221,7 +221,9 @@ def _expert_bytes(workload: Workload, layout: Layout, experts: ExpertsSpec) -> f
     if "moe" in layout.modules:
         return 2.0 * workload.hidden
     width, gate = experts.latent_size or workload.hidden, 2 if experts.is_gated else 1
-    one = 2 * width + 2 * gate * experts.ffn_hidden_size / layout.etp
+    config = workload.plan.config
+    has_codes = config.experts.moe_fp8_dispatch and config.precision.fp8_format is not None
+    one = (1 if has_codes else 2) * width + 2 * gate * experts.ffn_hidden_size / layout.etp
     routed = _rows_per_token(workload, layout, experts) * one
     return routed + 2 * workload.hidden + 2 * gate * experts.shared_ffn_hidden_size / layout.tp
 

@@ -81,6 +81,7 @@ def _build(
         history=history if name == "delayed" else None,
         block={"blockwise": precision.fp8_block_size, "mxfp8": MXFP8_BLOCK}.get(name),
         gathers_weights=gathers_weights,
+        casts_before_dispatch=plan.config.experts.moe_fp8_dispatch,
         cp=ContextParallel(grid.cp),
         seed=plan.config.training.seed,
     )

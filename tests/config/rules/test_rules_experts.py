@@ -96,6 +96,10 @@ CASES = {
         ("--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-topk 4", "", None,
          ("quantile_balancing", "--moe-router-topk 4"), ("--moe-router-load-balancing-type none",)),
     ],
+    "weight_gradients_read_sent_codes": [
+        (f"{FOUR} --fp8-format e4m3 --no-fp8-wgrad --moe-fp8-dispatch", "", None,
+         ("--moe-fp8-dispatch", "--no-fp8-wgrad"), ("remove --no-fp8-wgrad", "--moe-fp8-dispatch")),
+    ],
     "expert_ranks_have_experts": [
         ("--expert-model-parallel-size 2", "", Facts(world_size=2),
          ("--expert-model-parallel-size 2", "--num-experts"), ("--num-experts", "--expert-model-parallel-size")),

@@ -40,6 +40,22 @@ def test_experts_without_grouped_gemm_are_noted(plan_of):
         assert not any(words in note for note in plan_of(flags, facts=facts).notes)
 
 
+def test_a_dispatch_in_fp8_that_sends_no_codes_is_noted(plan_of):
+    flags = "--num-experts 4 --moe-fp8-dispatch --fp8-format e4m3"
+    ranks = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    for more, words in (
+        ("", "experts on one rank"),
+        (f"{ranks} --moe-alltoall-as-allgather", "an all-gather of tokens"),
+        (f"{ranks} --no-moe-alltoall-as-allgather", None),
+    ):
+        notes = plan_of(f"{flags} {more}", facts=Facts(world_size=2)).notes
+        found = [note for note in notes if note.startswith("--moe-fp8-dispatch only rounds")]
+        assert len(found) == (words is not None)
+        assert all(words in note for note in found)
+    (note,) = [one for one in plan_of("--num-experts 4 --moe-fp8-dispatch").notes if "fp8" in one]
+    assert note == "--moe-fp8-dispatch has no effect without --fp8-format"
+
+
 def test_scans_without_kernels_are_noted(plan_of):
     on_gpu, hybrid = (
         Facts(device="cuda"),

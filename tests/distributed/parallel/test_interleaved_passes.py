@@ -13,7 +13,7 @@ from test_data_parallel import trained
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.parallel.expert_parallel import RowTransfer
+from megatrain.parallel.expert_parallel import AllToAllDispatcher, RowTransfer
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
@@ -53,13 +53,11 @@ class Events(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Event] = []
-        self._transfers: list[RowTransfer] = []
+        self._transfers: list[object] = []
 
-    def add(self, name: str, transfer: RowTransfer | None = None) -> None:
+    def add(self, name: str, transfer: object = None) -> None:
         number = -1
         if transfer is not None:
-            if transfer.give_turn is None:
-                return
             if transfer not in self._transfers:
                 self._transfers.append(transfer)
             number = self._transfers.index(transfer)
@@ -76,16 +74,30 @@ def events_of(rank: int, world_size: int, layout: Layout) -> list[Event]:
     """Run the passes of a step; return its events."""
     engine = engine_of(tiny_plan(layout, world_size), rank)
     start, wait, events = RowTransfer.start, RowTransfer.wait, Events()
+    all_to_all = AllToAllDispatcher._all_to_all
 
     def recorded_start(self: RowTransfer, *arguments: Any) -> Tensor:
-        events.add("begin", self)
+        if self.give_turn is not None:
+            events.add("begin", self)
         return start(self, *arguments)
 
     def recorded_wait(self: RowTransfer) -> None:
         wait(self)
-        events.add("end", self)
+        if self.give_turn is not None:
+            events.add("end", self)
 
-    with mock.patch.multiple(RowTransfer, start=recorded_start, wait=recorded_wait), events:
+    def recorded_all_to_all(*arguments: Any) -> Tensor:
+        transfer = object()
+        events.add("begin", transfer)
+        rows = all_to_all(*arguments)
+        events.add("end", transfer)
+        return rows
+
+    with (
+        mock.patch.multiple(RowTransfer, start=recorded_start, wait=recorded_wait),
+        mock.patch.object(AllToAllDispatcher, "_all_to_all", recorded_all_to_all),
+        events,
+    ):
         engine.accumulate_gradients(list(local_batches(0, layout, engine.grid.dp.rank)))
     return events.found
 

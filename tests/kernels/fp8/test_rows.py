@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from megatrain.kernels.fp8.rows import RowCast, cast_rows, grouped_gemm, row_amax
+from megatrain.kernels.fp8.rows import (
+    RowCast,
+    cast_rows,
+    decode_rows,
+    grouped_gemm,
+    pack_rows,
+    row_amax,
+    unpack_rows,
+)
 
 
 def drawn(*shape, seed=0):
@@ -56,3 +64,28 @@ def test_a_row_that_is_not_finite_gives_an_output_that_is_not_finite():
     found = grouped_gemm(cast_rows(x), weight, torch.tensor([2], dtype=torch.int32), torch.float32, fast=True)
     assert found[0].isfinite().all()
     assert not found[1].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_decoded_rows_are_exact_and_a_second_cast_changes_nothing(dtype):
+    """The largest code of a row may be 224 in the first cast, and then is 448 in the second."""
+    x = (drawn(4000, 16) * torch.logspace(-37, 30, 4000)[:, None]).to(dtype)
+    x[0] = 0
+    x[1, 1:] = x[1, :1] * torch.linspace(-1, 1, 15, dtype=dtype)
+    cast = cast_rows(x)
+    values = decode_rows(cast, dtype)
+    assert values.dtype == dtype
+    assert torch.equal(values.double(), cast.codes.double() * cast.scale.double()[:, None])
+    again = cast_rows(values)
+    assert not torch.equal(again.scale, cast.scale)
+    assert torch.equal(decode_rows(again, dtype), values)
+
+
+def test_packed_rows_have_codes_and_scales_of_their_own():
+    cast = cast_rows(drawn(5, 6) * torch.logspace(-3, 3, 5)[:, None])
+    packed = pack_rows(cast)
+    assert packed.shape == (5, 6 + 32)
+    order = torch.tensor([3, 0, 4])
+    found = unpack_rows(packed[order])
+    assert torch.equal(found.codes.float(), cast.codes.float()[order])
+    assert torch.equal(found.scale, cast.scale[order])

@@ -34,6 +34,17 @@ def cast_rows(x: Tensor, amax: Tensor | None, dtype: torch.dtype) -> tuple[Tenso
     return codes, scale
 
 
+def decode_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Implement `kernels.fp8.rows.decode_rows` for codes [n, k], whose rows may be parts of longer ones."""
+    n, k = codes.shape
+    out = torch.empty(n, k, dtype=dtype, device=codes.device)
+    launch(
+        _decode_row, (n,), codes.view(torch.uint8), scale.contiguous(), out, codes.stride(0), k,
+        FORMAT=_FORMATS.get(codes.dtype), BLOCK=power_of_two(k), num_warps=_warps(k),
+    )  # fmt: skip
+    return out
+
+
 def _warps(k: int) -> int:
     return min(max(power_of_two(k) // _WIDTH_PER_WARP, 1), 16)
 
@@ -62,3 +73,12 @@ def _cast_row(
     codes = encoded(x * power.to(tl.float32, bitcast=True), largest, FORMAT)
     tl.store(CODES + row * k + column, codes, mask=column < k)
     tl.store(SCALE + row, (0x7F000000 - power).to(tl.float32, bitcast=True))
+
+
+@jit
+def _decode_row(CODES, SCALE, OUT, stride, k, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.cast(tl.program_id(0), tl.int64)
+    column = tl.arange(0, BLOCK)
+    codes = tl.load(CODES + row * stride + column, mask=column < k, other=0).to(FORMAT, bitcast=True)
+    value = codes.to(tl.float32) * tl.load(SCALE + row)
+    tl.store(OUT + row * k + column, value.to(OUT.dtype.element_ty), mask=column < k)
