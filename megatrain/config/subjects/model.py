@@ -19,6 +19,7 @@ from typing import Final
 
 from megatrain.config.derive.vision import rank_length, sample_length
 from megatrain.config.errors import Problem
+from megatrain.config.model_spec.activation import ACTIVATION_OF_SETTING
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
 from megatrain.config.schema.tree import flag_of
@@ -58,8 +59,7 @@ def ffn_size_is_positive(draft: Draft) -> Problems:
 @rule
 def mlp_has_one_activation(draft: Draft) -> Problems:
     model = draft.config.model
-    names = ("swiglu", "geglu", "quick_geglu", "squared_relu")
-    given = [flag_of(name) for name in names if getattr(model, name)]
+    given = [flag_of(name) for name in ACTIVATION_OF_SETTING if getattr(model, name)]
     if len(given) > 1:
         yield Problem(f"{' and '.join(given)} each select the activation of the MLP", "give one of them")
 

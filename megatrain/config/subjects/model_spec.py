@@ -29,7 +29,7 @@ from megatrain.config.derive.patterns import (
     parse_window,
 )
 from megatrain.config.derive.vision import num_positions, vision_spec
-from megatrain.config.model_spec.activation import Activation
+from megatrain.config.model_spec.activation import ACTIVATION_OF_SETTING, Activation
 from megatrain.config.model_spec.attention import AttentionSpec, IndexerSpec, SparseAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import BalancingLoss, ExpertsSpec, RouterSpec
@@ -46,6 +46,7 @@ from megatrain.config.registry import derives
 from megatrain.config.schema.adapters import AdaptersConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.schema.vision import VisionConfig
 
@@ -340,14 +341,9 @@ def _mlp(model: ModelConfig, width: int) -> MlpSpec:
 
 def activation_of(model: ModelConfig) -> tuple[Activation, str]:
     """Return the activation of the MLP, and the reason."""
-    if model.swiglu:
-        return "swiglu", "--swiglu"
-    if model.geglu:
-        return "geglu_tanh", "--geglu: GELU by tanh"
-    if model.quick_geglu:
-        return "quick_geglu", "--quick-geglu"
-    if model.squared_relu:
-        return "squared_relu", "--squared-relu"
+    for name, activation in ACTIVATION_OF_SETTING.items():
+        if getattr(model, name):
+            return activation, flag_of(name)
     if model.disable_bias_linear:
         return "gelu", "exact, as in Megatron-LM without biases (--disable-bias-linear)"
     if model.no_bias_gelu_fusion:
