@@ -10,13 +10,6 @@ Activation = Literal["swiglu", "geglu_tanh", "quick_geglu", "quick_gelu", "gelu"
 """Activation between the two linear layers of an MLP."""
 
 GATED: Final[tuple[Activation, ...]] = ("swiglu", "geglu_tanh", "quick_geglu")
-ACTIVATION_OF_SETTING: Final[dict[str, Activation]] = {
-    "swiglu": "swiglu",
-    "geglu": "geglu_tanh",
-    "quick_geglu": "quick_geglu",
-    "squared_relu": "squared_relu",
-}
-"""Activation that each setting of the model selects; one of them may be given, and without it the MLP has GELU."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from megatrain.config.derive.patterns import (
     parse_window,
 )
 from megatrain.config.derive.vision import num_positions, vision_spec
-from megatrain.config.model_spec.activation import ACTIVATION_OF_SETTING, Activation
+from megatrain.config.model_spec.activation import Activation
 from megatrain.config.model_spec.attention import AttentionSpec, IndexerSpec, SparseAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import BalancingLoss, ExpertsSpec, RouterSpec
@@ -46,7 +46,6 @@ from megatrain.config.registry import derives
 from megatrain.config.schema.adapters import AdaptersConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
-from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.schema.vision import VisionConfig
 
@@ -341,14 +340,24 @@ def _mlp(model: ModelConfig, width: int) -> MlpSpec:
 
 def activation_of(model: ModelConfig) -> tuple[Activation, str]:
     """Return the activation of the MLP, and the reason."""
-    for name, activation in ACTIVATION_OF_SETTING.items():
-        if getattr(model, name):
-            return activation, flag_of(name)
+    if given := given_activations(model):
+        return given[0]
     if model.disable_bias_linear:
         return "gelu", "exact, as in Megatron-LM without biases (--disable-bias-linear)"
     if model.no_bias_gelu_fusion:
         return "gelu", "exact, as in Megatron-LM with --no-bias-gelu-fusion"
     return "gelu_tanh", "GELU by tanh, as in Megatron-LM's fusion of bias and GELU"
+
+
+def given_activations(model: ModelConfig) -> list[tuple[Activation, str]]:
+    """Return the activations that flags select, each with its flag."""
+    flags: dict[tuple[Activation, str], bool] = {
+        ("swiglu", "--swiglu"): model.swiglu,
+        ("geglu_tanh", "--geglu"): model.geglu,
+        ("quick_geglu", "--quick-geglu"): model.quick_geglu,
+        ("squared_relu", "--squared-relu"): model.squared_relu,
+    }
+    return [one for one, is_given in flags.items() if is_given]
 
 
 def _experts(model: ModelConfig, experts: ExpertsConfig) -> ExpertsSpec:
