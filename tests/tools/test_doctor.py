@@ -212,6 +212,12 @@ def test_a_slow_disk_is_a_warning(
     assert [one["topic"] for one in findings if one["level"] == "warning"] == ["disk"]
 
 
+def test_words_that_are_no_flags_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code, findings = diagnosed(capsys, "run.yaml", "--bf17")
+    found = [one["text"] for one in findings if one["topic"] == "flags"]
+    assert (exit_code, found) == (1, ["--bf17 is not a flag", "run.yaml follows no flag"])
+
+
 def test_the_slow_rank_and_the_slow_link_are_named() -> None:
     speeds = [
         RankSpeed(rank, f"node{rank // 4}", "cuda", 1.0, 1.0 if rank % 4 < 3 else 5.0) for rank in range(16)
