@@ -44,6 +44,7 @@ NOT_RUN = {
     "bash scripts/test.sh": "it runs this test",
     "pytest --nightly tests/distributed/parity/test_parity_faults.py": "the tests plant every ninth fault, and all of them nightly",
     "pip install": "it needs a network",
+    "python scripts/scale/data.py --documents 1000000000": "it writes 24 GB",
     "python scripts/soak.py": "it trains for half an hour",
     "bash runs/ladder/run.sh": "it trains nine models; tests/tools/test_ladder.py trains smaller ones",
     "megatrain ladder fit": "it needs these models",
