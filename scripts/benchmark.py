@@ -9,7 +9,7 @@
 A case is `configs/benchmarks/<case>.yaml`. Flags after `--` are passed to pretrain.py; each --also measures every case once
 more with its flags. V1's language model and vision tower are measured alone, too. Figures are medians of the last iterations. Other programs' figures hold for the case's own shape and
 number of GPUs; the ratio to Megatron-LM compares TFLOP/s, by its formula. `roofline` is the speed that `scripts/roofline.py`
-computes and the fraction reached. S1 is compared with a plain PyTorch loop (`scripts/plain_gpt2.py`), run in the same call.
+computes and the fraction reached. S1 is compared with a plain PyTorch loop (`scripts/benchmarks/plain_gpt2.py`), run in the same call.
 --profile profiles two more iterations at the end and prints a table of where the time goes; nothing overlaps the last weight all-gathers.
 """
 
@@ -51,7 +51,7 @@ class Case:
     torchtitan: float | None = None
     bare: float | None = None
     has_plain_loop: bool = False
-    """True if `scripts/plain_gpt2.py` trains the same model."""
+    """True if `scripts/benchmarks/plain_gpt2.py` trains the same model."""
     has_sentences: bool = False
     """Its samples are made of sentences, for which there is no mock data (`scripts/benchmarks/sentences.py`)."""
     parts: tuple[str, ...] = ()
@@ -176,13 +176,13 @@ def launcher(num_gpus: int) -> list[str]:
 
 def plain_tokens_per_second(iterations: int) -> float:
     """Run the plain loop on the GPU of the case; return its tokens per second."""
-    command = [sys.executable, "scripts/plain_gpt2.py", "--iterations", str(iterations)]
+    command = [sys.executable, "scripts/benchmarks/plain_gpt2.py", "--iterations", str(iterations)]
     print("$", *command[1:], flush=True)
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(ended.stdout, ended.stderr[-2000:] if ended.returncode else "", flush=True)
     found = re.search(r"([\d,]+) tokens/s", ended.stdout)
     if ended.returncode or found is None:
-        sys.exit(f"scripts/plain_gpt2.py: exit code {ended.returncode}")
+        sys.exit(f"scripts/benchmarks/plain_gpt2.py: exit code {ended.returncode}")
     return float(found[1].replace(",", ""))
 
 

@@ -43,9 +43,9 @@ NOT_RUN = {
     "bash scripts/quickstart.sh": "it has run before, on a smaller corpus and for fewer iterations",
     "bash scripts/test.sh": "it runs this test",
     "pytest --nightly tests/distributed/parity/test_parity_faults.py": "the tests plant every ninth fault, and all of them nightly",
-    "python scripts/benchmarks/data.py": "it takes minutes, 10 billion tokens and 64 MB of text",
-    "python scripts/benchmarks/initialization.py": "it draws a billion weights",
     "pip install": "it needs a network",
+    "python scripts/scale/data.py --documents 1000000000": "it writes 24 GB",
+    "python scripts/soak.py": "it trains for half an hour",
     "bash runs/ladder/run.sh": "it trains nine models; tests/tools/test_ladder.py trains smaller ones",
     "megatrain ladder fit": "it needs these models",
     "python scripts/command_lines.py": "it rewrites its page",
@@ -55,12 +55,13 @@ NOT_RUN = {
 NEED_GPUS = (
     "bash scripts/gpu_check.sh",
     "python scripts/benchmark.py",
-    "python scripts/benchmarks/generation.py",
-    "python scripts/benchmarks/memory.py",
+    "python scripts/benchmarks/",
+    "torchrun --nproc-per-node 4 scripts/benchmarks/",
+    "python scripts/compare_fp8.py",
     "python scripts/part_rates.py",
     "megatrain parity --device cuda",
 )
-"""Commands that start with these words need GPUs."""
+"""Commands that start with these words need GPUs; those of benchmarks/ that do not take minutes."""
 
 NEED_HOSTS = ("sbatch", "mpirun")
 """Commands whose launcher starts ranks on several hosts (tests/training/launch/test_launchers.py imitates it)."""
@@ -110,8 +111,10 @@ def as_run(command: str) -> str:
 
 
 def is_another(line: str) -> bool:
-    """Return whether the line is a longer word than a command that does not run."""
-    return any(re.match(re.escape(words) + r"[-\w.]", line) for words in (*NOT_RUN, *NEED_GPUS, *NEED_HOSTS))
+    """Return whether the line has a longer word than a command that does not run."""
+    return any(
+        re.match(re.escape(words) + r"(?<=\w)[-\w.]", line) for words in (*NOT_RUN, *NEED_GPUS, *NEED_HOSTS)
+    )
 
 
 class Checkout:

@@ -118,7 +118,10 @@ def newest_of_megatron(path: Path) -> Path | None:
 def is_of_megatron(path: Path) -> bool:
     """Return whether Megatron-LM wrote the checkpoint at `path`, by the names of its files. None of them is opened."""
     names = (".metadata", "common.pt", "mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
-    return not (path / MANIFEST_NAME).exists() and any((path / name).exists() for name in names)
+    try:
+        return not (path / MANIFEST_NAME).exists() and any((path / name).exists() for name in names)
+    except PermissionError:
+        return False  # `check_folder` says why it cannot be read
 
 
 def check_folder(path: Path, iteration: int) -> Manifest:

@@ -47,7 +47,7 @@ def qk_norm(spec: AttentionSpec, context: LayerContext, name: str, columns: Colu
     if spec.qk_norm == "head":
         weight = heads_layout(f"{name}.weight", spec.head_dim, gain, tp, decays=decays)
         bias = heads_layout(f"{name}.bias", spec.head_dim, Init(), tp, decays=decays)
-        return [builder.norm(LinearLayout(weight, bias if norm.kind == "LayerNorm" else None), norm)]
+        return [builder.norm(LinearLayout(weight, bias if norm.has_bias else None), norm)]
     if spec.qk_norm == "l2":
         return [_L2Norm(norm.epsilon)]
     if spec.qk_norm == "all_heads":

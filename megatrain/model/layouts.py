@@ -195,7 +195,7 @@ def norm_weights(name: str, size: int, spec: NormSpec, tp: TensorParallel) -> Li
     """Return the layouts of a norm of the residual stream or of a branch's output."""
     return LinearLayout(
         stream_layout(f"{name}.weight", size, unit_gain(spec), tp),
-        stream_layout(f"{name}.bias", size, Init(), tp) if spec.kind == "LayerNorm" else None,
+        stream_layout(f"{name}.bias", size, Init(), tp) if spec.has_bias else None,
     )
 
 

@@ -70,7 +70,7 @@ class LinearAttention(nn.Module):
         width, gain_init = spec.value_head_dim, unit_gain(norm)
         gain = heads_layout(f"{prefix}.out_norm.weight", width, gain_init, tp, decays=False)
         bias = heads_layout(f"{prefix}.out_norm.bias", width, Init(), tp, decays=False)
-        self.norm = builder.norm(LinearLayout(gain, bias if norm.kind == "LayerNorm" else None), norm)
+        self.norm = builder.norm(LinearLayout(gain, bias if norm.has_bias else None), norm)
         self.proj = context.row_linear(linears["proj"])
         self.output = branch_output(spec, context)
 

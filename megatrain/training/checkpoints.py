@@ -257,10 +257,15 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun, *, is_start: b
     )
     used = used.weights_only if is_start else used
     plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))
-    for name in ("train_plan", "later_phases", "valid_plan", "test_plan"):
+    for name, words in {
+        "train_plan": "training samples planned",
+        "later_phases": "later phases of training",
+        "valid_plan": "validation samples planned",
+        "test_plan": "test samples planned",
+    }.items():
         before, now = getattr(ranks.plan.derived, name), getattr(plan.derived, name)
         if before != now:
-            ranks.console.print(f"> {name} is {' '.join(map(str, now))} with this checkpoint")
+            ranks.console.print(f"> {words} with this checkpoint: {' '.join(map(str, now))}")
     return plan
 
 

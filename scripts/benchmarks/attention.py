@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timing import REPEATS, milliseconds
+from timing import REPEATS, gpu, milliseconds
 from torch import Tensor
 
 from megatrain.kernels.attention.backends import Flash2, TritonAttention
@@ -68,9 +68,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="time each kernel with many tiles")
     parser.add_argument("--head-width", type=int, help="only shapes with this head width")
     arguments = parser.parse_args()
-    print(
-        f"torch {torch.__version__} on {torch.cuda.get_device_name()}; bf16, causal, medians of {REPEATS}; TFLOP/s"
-    )
+    print(f"torch {torch.__version__} on {gpu()}; bf16, causal, medians of {REPEATS}; TFLOP/s")
     for shape in SHAPES:
         if arguments.head_width in (None, shape.d):
             tune(shape) if arguments.tune else compare(shape)

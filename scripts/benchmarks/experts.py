@@ -12,7 +12,7 @@ import importlib.util
 from dataclasses import dataclass
 
 import torch
-from timing import REPEATS, milliseconds
+from timing import REPEATS, gpu, milliseconds
 from torch import Tensor
 
 from megatrain.kernels.moe.grouped_gemm import (
@@ -40,9 +40,7 @@ SHAPES = (
 
 
 def main() -> None:
-    print(
-        f"torch {torch.__version__} on {torch.cuda.get_device_name()}; bf16, medians of {REPEATS}, ms (TFLOP/s)"
-    )
+    print(f"torch {torch.__version__} on {gpu()}; bf16, medians of {REPEATS}, ms (TFLOP/s)")
     has_library = importlib.util.find_spec("transformer_engine") is not None
     for shape in SHAPES:
         x, dy, sizes = rows_of(shape)

@@ -9,11 +9,10 @@ A cast reads 2 bytes per element and writes 1 in each order. --tile: rows, colum
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 
 import torch
-from timing import milliseconds
+from timing import gpu, milliseconds
 
 from megatrain.kernels.fp8.gemms import Operand, accumulate_gemm, gemm
 from megatrain.kernels.fp8.quantize import current_scale, quantize, transposed
@@ -31,8 +30,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--tile", type=int, nargs=3, action="append", default=[])
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("error: FP8 is timed on a GPU, and torch finds none\n  fix: check `nvidia-smi`")
+    gpu()
     for tile in arguments.tile or [(fused._ROWS, fused._COLUMNS, fused._WARPS)]:  # noqa: SLF001
         fused._ROWS, fused._COLUMNS, fused._WARPS = tile  # noqa: SLF001
         print(f"tile of {tile[0]} x {tile[1]}, {tile[2]} warps")

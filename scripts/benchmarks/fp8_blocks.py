@@ -7,11 +7,9 @@ Layers have the sizes of case A2; experts are 64 of width 1408, 8 per token.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from fp8 import LAYERS
-from timing import milliseconds
+from timing import gpu, milliseconds
 from torch.nn import functional as F
 
 from megatrain.kernels.fp8.blocks import (
@@ -29,8 +27,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("error: FP8 is timed on a GPU, and torch finds none\n  fix: check `nvidia-smi`")
+    gpu()
     layers()
     experts()
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timing import milliseconds
+from timing import gpu, milliseconds
 from torch import Tensor
 
 from megatrain.kernels.attention.dropout import Dropout
@@ -59,7 +59,7 @@ def main() -> None:
     )
     parser.add_argument("--tune", action="store_true", help="time each tile of TUNED")
     arguments = parser.parse_args()
-    print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
+    print(f"torch {torch.__version__} on {gpu()}", flush=True)
     works: list[tuple[Case, str, Tile | None]] = [(case, "TILES", None) for case in CASES]
     if arguments.tune:
         works += [(case, name, Tile(*tile)) for case in CASES for name in TUNED for tile in TUNED[name]]

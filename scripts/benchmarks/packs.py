@@ -40,7 +40,7 @@ from megatrain.training.planning.packs import pack_settings
 
 MODEL = (
     "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention"
-    " --num-query-groups 8 --vocab-size 128256 --bf16 --global-batch-size 64 --seq-length 131072"
+    " --num-query-groups 8 --vocab-size 128256 --bf16 --global-batch-size 64 --seq-length 131072 --device cuda"
 )
 TINY = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --vocab-size 301 --device cpu"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from timing import milliseconds
+from timing import gpu, milliseconds
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--gdn2", action="store_true", help="time the second variant of the delta rule")
     arguments = parser.parse_args()
     has_peers = arguments.peers
-    print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}; bf16, medians")
+    print(f"torch {torch.__version__} on {gpu()}; bf16, medians")
     if arguments.gdn2:
         report_gdn2()
         return

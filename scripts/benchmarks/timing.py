@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 
 import torch
 
 WARM_UP, REPEATS = 3, 10
+
+
+def gpu() -> str:
+    """Return the name of the GPU; end the script where torch finds none."""
+    if not torch.cuda.is_available():
+        sys.exit("error: this is timed on a GPU, and torch finds none\n  fix: check `nvidia-smi`")
+    return torch.cuda.get_device_name()
 
 
 def milliseconds(run: Callable[[], object]) -> float:

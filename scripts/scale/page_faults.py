@@ -95,7 +95,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with TemporaryDirectory() as name:
         prefix = Path(name) / "set"
-        make(prefix, arguments.documents)
+        make(prefix, arguments.documents, seed=1)
         source = IndexedDataset(prefix)
         index = build_index(source.lengths, range(len(source)), seq_length=8192, seed=1, num_samples=None)
         pages = SlowPages(arguments.seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -191,6 +192,18 @@ def rename_folder(new: Path) -> None:
 def test_damage_falls_back(folder: Path, damage: Callable[[Path], Any], reason: str) -> None:
     damage(folder / NEW)
     assert_falls_back(folder, reason)
+
+
+def test_a_folder_of_another_user_falls_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = Path.stat
+
+    def forbidden(path: Path, **options: Any) -> os.stat_result:
+        if path.parent == folder / NEW:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", forbidden)
+    assert_falls_back(folder, "Permission denied")
 
 
 def edited(new: Path, edit: Callable[[dict[str, Any]], Any]) -> None:

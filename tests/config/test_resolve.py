@@ -155,6 +155,11 @@ def test_all_problems_come_at_once(problems_of):
         assert words in found
 
 
+def test_one_rank_is_too_few(problems_of):
+    (problem,) = problems_of("--tensor-model-parallel-size 2", facts=Facts(world_size=1))
+    assert problem.startswith("1 rank was started, which is not a multiple of --tensor-model-parallel-size 2")
+
+
 def test_an_invalid_value_is_reported_once(problems_of):
     assert problems_of("--hidden-size x") == [
         "--hidden-size x is not a whole number\n  fix: give --hidden-size a whole number at least 1"

@@ -77,6 +77,10 @@ def test_a_missing_step_names_those_that_exist(stored: Path, copied: Path) -> No
         plan_of("--load", f"{copied}/iter_0000008")
     with pytest.raises(ConfigError, match="--ckpt-step 12 and --load"):
         plan_of("--load", f"{stored}/iter_0000008", "--ckpt-step", "12")
+    with pytest.raises(
+        NoCheckpointError, match=f"--load {copied}/no does not exist\n.*folder that --save named"
+    ):
+        plan_of("--load", f"{copied}/no", "--ckpt-step", "12")
 
 
 def test_a_step_within_its_own_folder_needs_the_newer_ones_away(copied: Path) -> None:

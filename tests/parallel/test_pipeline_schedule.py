@@ -362,3 +362,11 @@ def test_the_simulator_sees_messages_in_the_wrong_order_and_unread_ones() -> Non
 def test_the_simulator_sees_a_pass_without_its_input(actions: list[Action]) -> None:
     with pytest.raises(ScheduleError, match="runs"):
         simulate([actions])
+
+
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
+def test_one_stage_has_every_schedule(name: str) -> None:
+    """A chunk's passes alone: the stage has no second one."""
+    actions = PipelineSchedule(name, placement_of(name, 1, 1)).training(0, 4)
+    assert {one.chunk for action in actions for one in action.passes} == {0}
+    simulate([actions])

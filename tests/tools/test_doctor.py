@@ -10,6 +10,7 @@ import stat
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,12 @@ def test_a_slow_disk_is_a_warning(
     assert [one["topic"] for one in findings if one["level"] == "warning"] == ["disk"]
 
 
+def test_words_that_are_no_flags_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code, findings = diagnosed(capsys, "run.yaml", "--bf17")
+    found = [one["text"] for one in findings if one["topic"] == "flags"]
+    assert (exit_code, found) == (1, ["--bf17 is not a flag", "run.yaml follows no flag"])
+
+
 def test_the_slow_rank_and_the_slow_link_are_named() -> None:
     speeds = [
         RankSpeed(rank, f"node{rank // 4}", "cuda", 1.0, 1.0 if rank % 4 < 3 else 5.0) for rank in range(16)
@@ -222,3 +229,15 @@ def test_the_slow_rank_and_the_slow_link_are_named() -> None:
     assert [one.topic for one in found] == ["rank 6", "link from rank 11 to rank 12"]
     assert "node1" in found[0].text
     assert "node2 to node3" in found[1].text
+
+
+def test_speeds_of_ranks_that_share_cores_are_not_compared() -> None:
+    speeds = [
+        RankSpeed(rank, "desk", "cpu", 9.0 if rank == 3 else 1.0, 1.0, num_cores=4) for rank in range(4)
+    ]
+    assert [one.topic for one in check_ranks(speeds)] == ["rank 3"]
+    (found,) = check_ranks([replace(one, num_cores=2) for one in speeds])
+    assert (found.level, found.text) == (
+        "ok",
+        "4 ranks; 4 ranks of desk share 2 cores: speeds are not compared",
+    )

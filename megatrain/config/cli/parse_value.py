@@ -84,7 +84,7 @@ def accepted_values(setting: Setting) -> str:
         )
         words += " or a function such as my_file.py:my_function" * setting.accepts_function
     elif setting.is_list:
-        words = "one or more " + {int: "whole numbers", float: "numbers", str: "texts"}[setting.kind]
+        words = "one or more " + {int: "whole numbers", float: "numbers", str: "values"}[setting.kind]
     else:
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[setting.kind]
     if setting.range and str(setting.range):

@@ -17,3 +17,7 @@ class NormSpec:
     epsilon: float = 1e-5
     is_stored_minus_one: bool = False
     """Weights are stored as weight - 1 (`--apply-layernorm-1p`)."""
+
+    @property
+    def has_bias(self) -> bool:
+        return self.kind == "LayerNorm"

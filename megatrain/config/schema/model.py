@@ -147,7 +147,14 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Width of the MLP. auto: 4 * hidden size; with --swiglu or --geglu two thirds of that, rounded down to a multiple of 64."""
     kv_channels: int = setting(AUTO, at_least=1)
     """Channels per attention head. auto: hidden size / number of heads; with MLA those of queries and keys."""
-    group_query_attention: bool = setting(False, conflicts=_excludes_latents("every head has its own keys"))
+    group_query_attention: bool = setting(
+        False,
+        conflicts=conflict(
+            "model.multi_latent_attention",
+            why=": every head has its own keys",
+            fix="remove --group-query-attention and --num-query-groups, or --multi-latent-attention",
+        ),
+    )
     """Use grouped-query attention with --num-query-groups."""
     num_query_groups: int = setting(AUTO, at_least=1)
     """Key and value heads per attention layer. auto: one per query head."""

@@ -22,7 +22,7 @@ from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
 from megatrain.config.schema.tree import flag_of
-from megatrain.config.subjects.model_spec import output_multiplier
+from megatrain.config.subjects.model_spec import given_activations, output_multiplier
 
 _WITHOUT_MUP: Final = "--use-mup is off"
 _MAX_NORMS_PERCENT: Final = 0.5
@@ -58,8 +58,7 @@ def ffn_size_is_positive(draft: Draft) -> Problems:
 @rule
 def mlp_has_one_activation(draft: Draft) -> Problems:
     model = draft.config.model
-    names = ("swiglu", "geglu", "quick_geglu", "squared_relu")
-    given = [flag_of(name) for name in names if getattr(model, name)]
+    given = [flag for _, flag in given_activations(model)]
     if len(given) > 1:
         yield Problem(f"{' and '.join(given)} each select the activation of the MLP", "give one of them")
 

@@ -332,19 +332,24 @@ def _mlp(model: ModelConfig, width: int) -> MlpSpec:
 
 def activation_of(model: ModelConfig) -> tuple[Activation, str]:
     """Return the activation of the MLP, and the reason."""
-    if model.swiglu:
-        return "swiglu", "--swiglu"
-    if model.geglu:
-        return "geglu_tanh", "--geglu: GELU by tanh"
-    if model.quick_geglu:
-        return "quick_geglu", "--quick-geglu"
-    if model.squared_relu:
-        return "squared_relu", "--squared-relu"
+    if given := given_activations(model):
+        return given[0]
     if model.disable_bias_linear:
         return "gelu", "exact, as in Megatron-LM without biases (--disable-bias-linear)"
     if model.no_bias_gelu_fusion:
         return "gelu", "exact, as in Megatron-LM with --no-bias-gelu-fusion"
     return "gelu_tanh", "GELU by tanh, as in Megatron-LM's fusion of bias and GELU"
+
+
+def given_activations(model: ModelConfig) -> list[tuple[Activation, str]]:
+    """Return the activations that flags select, each with its flag."""
+    flags: dict[tuple[Activation, str], bool] = {
+        ("swiglu", "--swiglu"): model.swiglu,
+        ("geglu_tanh", "--geglu"): model.geglu,
+        ("quick_geglu", "--quick-geglu"): model.quick_geglu,
+        ("squared_relu", "--squared-relu"): model.squared_relu,
+    }
+    return [one for one, is_given in flags.items() if is_given]
 
 
 def _experts(model: ModelConfig, experts: ExpertsConfig) -> ExpertsSpec:

@@ -93,9 +93,10 @@ def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems
             if is_given
             else f"start {more} ranks (torchrun --nproc-per-node, --nnodes)"
         )
+        started = "1 rank was" if world == 1 else f"{world} ranks were"
         named = [words({path: size}) for path, size in sizes.items()]
         yield Problem(
-            f"{f'--world-size {world}' if is_given else f'{world} ranks were started, which'} is not a multiple of"
+            f"{f'--world-size {world}' if is_given else f'{started} started, which'} is not a multiple of"
             f" {' * '.join(named)} = {product}",
             f"{use(draft, _smaller_sizes(draft, sizes, world))}, or {ranks}",
         )

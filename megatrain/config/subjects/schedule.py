@@ -278,17 +278,23 @@ def schedules_match_checkpoint(draft: Draft) -> Problems:
     changes = draft.derived.schedule.changes(stored.schedule)
     if changes:
         differences = "; ".join(
-            f"{name}: the checkpoint has {before}, this run {now}" for name, before, now in changes
+            f"{name}: the checkpoint has {_plain(before)}, this run {_plain(now)}"
+            for name, before, now in changes
         )
         own = draft.derived.schedule
         former = dataclasses.replace(own, **stored.schedule)
         yield Problem(
-            f"the schedules differ from the checkpoint: {differences}\n  of the checkpoint: {former}\n  of this run: {own}",
+            f"the schedules differ from the checkpoint {stored.path}: {differences}\n  of the checkpoint: {former}\n  of this run: {own}",
             _batch_of_checkpoint(draft)
             + _lengths_of_checkpoint(draft, stored.schedule)
             + "add --override-opt-param-scheduler to use the schedules of this run, or"
             " --use-checkpoint-opt-param-scheduler to use those of the checkpoint",
         )
+
+
+def _plain(value: Any) -> Any:
+    """Return a float without a fraction, such as samples of a share of the run, as the whole number that it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @rule

@@ -39,7 +39,7 @@ class Kind(enum.Enum):
     VOCAB_JSON = "a vocab.json"
     MERGES = "a merges.txt"
     RANKS = "a rank file of tiktoken"
-    TEXT = "text"
+    TEXT = "a text file"
     OTHER_JSON = "JSON of another kind"
     EMPTY = "an empty file"
     BINARY = "a file of unknown kind"

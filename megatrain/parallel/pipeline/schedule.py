@@ -298,6 +298,8 @@ def _of_zero_bubble(schedule: PipelineSchedule, rank: int, count: int) -> list[A
 
 
 def _of_dualpipe_v(schedule: PipelineSchedule, rank: int, count: int) -> list[Action]:
+    if schedule.placement.num_chunks == 1:  # of one stage
+        return _of_1f1b(schedule, rank, count)
     passes = dualpipe_v_passes(rank, schedule.placement.num_ranks, count)
     return with_messages(passes, rank, schedule.placement)
 

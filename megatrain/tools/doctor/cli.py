@@ -84,7 +84,9 @@ def all_findings(words: Sequence[str], environment: LaunchEnvironment) -> Iterat
         checks.append(lambda: _ranks(environment))
     for check in checks:
         yield from check()
-    if words:
+    for problem in () if request is None else request.problems:
+        yield Finding.error("flags", problem.text, problem.fix)
+    if request is not None and not request.problems:
         yield Finding.ok("flags", "not checked: pretrain.py with these and --dry-run checks them")
 
 

@@ -6,10 +6,12 @@ each rank and the next one: a message ─> ────┴─> all times on rank
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
@@ -39,6 +41,8 @@ class RankSpeed:
     gemm_seconds: float
     message_seconds: float
     """A message to the next rank, and its answer."""
+    num_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    """Cores of the host that its ranks share."""
 
 
 def measure_ranks(environment: LaunchEnvironment, host: str) -> list[RankSpeed]:
@@ -101,7 +105,13 @@ def _message_seconds(device: torch.device) -> float:
 
 
 def check_ranks(speeds: Sequence[RankSpeed]) -> Iterator[Finding]:
-    """Report ranks and links that are much slower than the median."""
+    """Report ranks and links that are much slower than the median. Ranks that wait for a core have no speed of their own."""
+    ranks_of = Counter(one.host for one in speeds if one.device == "cpu")
+    crowded = next((one for one in speeds if ranks_of[one.host] > one.num_cores), None)
+    if crowded is not None:
+        words = f"{ranks_of[crowded.host]} ranks of {crowded.host} share {crowded.num_cores} cores: speeds are not compared"
+        yield Finding.ok("ranks", f"{len(speeds)} ranks; {words}")
+        return
     median = statistics.median_low(one.gemm_seconds for one in speeds)
     slow = [one for one in speeds if one.gemm_seconds > SLOW_RANK[one.device] * median]
     for one in slow:

@@ -287,6 +287,10 @@ def _text(
     yield "#"
     if not problems:
         yield f"# It starts on {ranks}, if its files can be read: checked for GPUs with Transformer Engine."
+        yield (
+            f"# --dry-run --world-size {size} prints its memory and ranks; without the data and the tokenizer,"
+            " --mock-data --vocab-size N take the place of their flags."
+        )
         return
     yield f"# It does not start on {ranks}:"
     for number, problem in enumerate(problems, 1):

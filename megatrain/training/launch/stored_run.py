@@ -249,7 +249,7 @@ def _no_checkpoint(flag: str, path: Path, others: Sequence[Path] = ()) -> NoChec
     """Return the error of a run without a valid checkpoint at `path`, nor in the `others`: folders of non-persistent ones."""
     folder = base_folder(path)
     found = find_checkpoints(folder)
-    if folder != path:
+    if folder != path and found:
         readable = [one for one in found if one.problem is None or is_of_megatron(one.path)]
         valid = ", ".join(str(one.iteration) for one in reversed(readable))
         reasons = "".join(f"\n  {one.path}: {one.problem}" for one in found if one.path == path)
@@ -259,9 +259,10 @@ def _no_checkpoint(flag: str, path: Path, others: Sequence[Path] = ()) -> NoChec
         )
     damaged = [*found, *(one for other in others for one in find_checkpoints(other))]
     reasons = "".join(f"\n  {one.path}: {one.problem}" for one in damaged)
+    has_none = "has no valid checkpoint" if folder.exists() else "does not exist"
     anew = "without --load, or with --load-or-start" if flag == "--load" else f"without {flag}"
     return NoCheckpointError(
-        f"{flag} {folder} has no valid checkpoint{reasons}",
+        f"{flag} {folder} {has_none}{reasons}",
         fix="restore one of these from a backup, or remove them to start from scratch"
         if damaged
         else f"name the folder that --save named (it has iter_NNNNNNN folders), or start from scratch: {anew}",

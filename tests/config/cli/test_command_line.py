@@ -92,7 +92,7 @@ def test_a_flag_sets_its_field(argv, path, expected):
         (["--NUM_LAYERS", "3"], "--NUM_LAYERS is not a flag", "--num-layers?"),
         (["--xyzzy=1"], "--xyzzy is not a flag", "leave it out"),
         (["--num-layers"], "--num-layers has no value", "--num-layers a whole number at least 1"),
-        (["--data-path"], "--data-path has no value", "--data-path one or more texts"),
+        (["--data-path"], "--data-path has no value", "--data-path one or more values"),
         (["--config"], "--config has no value", "YAML file"),
         (["--num-layers", "1.5"], "--num-layers 1.5 is not a whole number", "--num-layers"),
         (["--num-layers", "0"], "--num-layers 0 must be at least 1", "--num-layers"),

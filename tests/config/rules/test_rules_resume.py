@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -579,7 +580,16 @@ def test_a_changed_batch_is_named_before_the_schedule(plan_of, problems_of):
         ("--train-iters 20", 4, "use --lr-decay-samples 80, the same lengths in samples"),
     ):
         (problem,) = problems_of(flags, facts=Facts(world_size=ranks, checkpoint=run))
+        assert "the schedules differ from the checkpoint c: " in problem
         assert f"fix: {fix}" in problem
+
+
+def test_samples_of_a_share_are_whole_numbers(plan_of, problems_of):
+    plan = plan_of("--lr-warmup-iters 2")
+    run = StoredRun(path="c", iteration=5, consumed_train_samples=40, config=plan.config.to_dict(),
+                    schedule=plan.derived.schedule.to_dict())  # fmt: skip
+    (problem,) = problems_of("--lr-warmup-fraction 0.5", facts=Facts(checkpoint=run))
+    assert re.search(r"the checkpoint has \d+, this run \d+\n", problem)
 
 
 def test_the_lengths_of_a_schedule_are_offered_in_samples(plan_of, problems_of):

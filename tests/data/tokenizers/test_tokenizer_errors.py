@@ -122,7 +122,7 @@ def samples(folder: Path) -> dict[str, Path]:
         ("Llama2Tokenizer", "ranks", ("is a rank file of tiktoken, not a SentencePiece model\n"
          "  fix: use the tokenizer.json of the same model, with --tokenizer-type HuggingFaceTokenizer")),
         ("SentencePieceTokenizer", "binary", "is a file of unknown kind, not a SentencePiece model"),
-        ("GPTSentencePieceTokenizer", "text", "is text, not a SentencePiece model"),
+        ("GPTSentencePieceTokenizer", "text", "is a text file, not a SentencePiece model"),
         ("TikTokenizer", "tokenizer.json", "not a JSON list of tokens with their ranks\n  fix: use --tokenizer-type Hugg"),
         ("TikTokenizer", "tekken", "fix: save the list under its key `vocab` as a separate file"),
         ("TikTokenizer", "other", "is JSON of another kind, not a JSON list of tokens with their ranks"),
@@ -141,7 +141,7 @@ def test_swapped_and_foreign_vocabularies_are_reported(tmp_path):
     assert "is a tokenizer.json of" in error_of(
         "GPT2BPETokenizer", vocab_file=str(files["tokenizer.json"]), merge_file=merges
     )
-    assert "is a SentencePiece model, not text" in error_of(
+    assert "is a SentencePiece model, not a text file" in error_of(
         "BertWordPieceCase", vocab_file=str(files["sentencepiece"])
     )
     assert "is not a BERT vocabulary: [UNK] [SEP] [PAD] [CLS] [MASK] missing" in error_of(

@@ -15,7 +15,7 @@ from megatrain.tools.plan.memory import estimated_bytes
 from megatrain.tools.plan.network import Group
 from megatrain.tools.plan.search import Run
 from megatrain.tools.plan.step_time import rank_weights, step_time
-from scripts.benchmarks.plan_accuracy import MEASURED, Measured, predicted
+from scripts.plan_accuracy import MEASURED, Measured, predicted
 from tests.everyday import one_in
 
 TOLERANCE = 0.10

@@ -87,7 +87,8 @@ def test_a_script_of_arrays_starts(port):
     open_parts = "\n".join(sections["open"])
     for name in ("${1}", "${2}", "${VOCAB}", "${MERGES}", "${MASTER_ADDR:-localhost}"):
         assert f"{name}: " in open_parts
-    assert any(title.startswith("It starts on 16 ranks") for title in sections)
+    (end,) = (lines for title, lines in sections.items() if title.startswith("It starts on 16 ranks"))
+    assert "--dry-run --world-size 16 " in end[0]
 
 
 def test_a_script_of_strings_names_what_is_open_and_refused(port):

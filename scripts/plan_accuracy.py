@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare the predictions of `megatrain plan` with the measured steps and peak memory of docs/benchmarks.md, on H200. Needs no GPU.
 
-python scripts/benchmarks/plan_accuracy.py
+python scripts/plan_accuracy.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatrain.tools.plan.layouts import Layout
 from megatrain.tools.plan.memory import planned_bytes
 from megatrain.tools.plan.search import Found, Run, evaluate
 
-_CASES: Final = Path(__file__).parents[2] / "configs" / "benchmarks"
+_CASES: Final = Path(__file__).parents[1] / "configs" / "benchmarks"
 
 
 @dataclass(frozen=True)

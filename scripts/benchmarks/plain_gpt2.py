@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train GPT-2 124M in a plain PyTorch loop, the baseline of megatrain's case S1.
 
-    python3 scripts/plain_gpt2.py --iterations 12
+    python3 scripts/benchmarks/plain_gpt2.py --iterations 12
 
 Uses torch.nn modules, torch.compile over model and loss, bf16 autocast, fp32 weights and gradients, AdamW(fused=True), clipping.
 Prints median milliseconds per iteration, tokens per second and peak memory over all iterations but the first five.
