@@ -191,7 +191,7 @@ def test_help_and_version_print_and_exit(capsys):
 def test_the_reference_lists_every_flag():
     page = docs_reference()
     assert all(f"| `{setting.flag}` |" in page for setting in settings())
-    assert "| `--on-nan` | one or more texts | stop | Response" in page
+    assert "| `--on-nan` | one or more values | stop | Response" in page
     assert "| `--swiglu` | switch | off | Use a gated MLP" in page
 
 
