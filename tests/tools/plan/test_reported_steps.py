@@ -203,7 +203,7 @@ def test_forwarding_gains_where_the_network_is_not_hidden_or_nvlink_is_fast(
 
 @pytest.mark.nightly
 def test_the_reported_layout_of_deepseek_v3_is_searched_and_near_the_fastest() -> None:
-    """Whether it fits is another question: DeepSeek saves the inputs of experts in FP8, this program in bf16."""
+    """Whether it fits is another question: DeepSeek saves the inputs of experts in FP8, this program with --moe-fp8-dispatch."""
     workload, layout, cluster = V3.planned()
     found = [
         one
