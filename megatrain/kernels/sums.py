@@ -56,7 +56,7 @@ def add_column_sums_reference(total: Tensor, x: Tensor, second: Tensor | None = 
     """Compute it with torch's sum."""
     for one, part in zip((total, second), x.tensor_split([total.numel()], dim=1), strict=True):
         if one is not None:
-            one.add_(part.sum(0, dtype=one.dtype))
+            one.add_(part.sum(0, dtype=accumulation_dtype(one.dtype)))
 
 
 def sum_parts(parts: Tensor, own: Tensor, number: int, out: Tensor) -> None:

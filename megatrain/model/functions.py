@@ -114,8 +114,12 @@ class _Norm(Function):
         dy_term = None if ctx.dy_term is None else ctx.dy_term.take()
         dx, rows = norms.norm_backward(dy, dtotal, normed, weight, ctx.offset, dy_term)
         weight_grad, bias_grad = ctx.grads
-        if weight_grad is not None:
+        if weight_grad is not None and (bias_grad is not None or mean is None):
             add_column_sums(weight_grad, rows, bias_grad)
+        elif weight_grad is not None or bias_grad is not None:  # layers of the user's own may freeze one
+            for grad, part in zip(ctx.grads, rows.tensor_split(2, dim=1), strict=True):
+                if grad is not None:
+                    add_column_sums(grad, part)
         return dx, None if ctx.delta is None else dx.expand(ctx.delta), *[None] * 7
 
 

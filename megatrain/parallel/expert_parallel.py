@@ -299,11 +299,11 @@ class AllToAllDispatcher(AllGatherDispatcher):
             own = own._replace(rows=own.rows[:num_rows], assignments=own.assignments[: max(ends[-1], 1)])
             rows = Conjugate.apply(
                 x,
-                lambda x: self._send(outgoing, all_rows, own, x.dtype),
-                lambda dy: self._sum(dy, all_rows, own, deferred),
+                lambda x: self._send(outgoing, all_rows, x.dtype),
+                lambda dy: self._sum(dy, all_rows, deferred),
             )
-            own_probs = PermuteValues.apply(PermuteRows.apply(probs, received), own)
-            return DispatchedTokens(rows, own.ends, own_probs, (all_rows, own), deferred)
+            dispatched = _permuted(rows, PermuteRows.apply(probs, received), own, deferred)
+            return dispatched._replace(state=(all_rows, own))
 
         return finish
 
@@ -311,30 +311,27 @@ class AllToAllDispatcher(AllGatherDispatcher):
         all_rows, own = dispatched.state
 
         def send_gradient(dy: Tensor) -> Tensor:
-            return self._send(self._outgoing(dy, all_rows[0].by_rank), all_rows, own, dy.dtype)
+            return self._send(self._outgoing(dy, all_rows[0].by_rank), all_rows, dy.dtype)
 
-        return lambda: Conjugate.apply(out, lambda rows: self._sum(rows, all_rows, own, []), send_gradient)
+        sums = _unpermuted(out, own)
+        return lambda: Conjugate.apply(sums, lambda rows: self._sum(rows, all_rows, []), send_gradient)
 
     def _outgoing(self, x: Tensor, by_rank: Permutation) -> Tensor:
         """Return the rows of the first step: those of x, [t, h], or their codes."""
         return permute_rows(pack_rows(cast_rows(x)) if self.in_fp8 else x, by_rank)
 
-    def _send(
-        self, outgoing: Tensor, all_rows: list[StepRows], own: Permutation, dtype: torch.dtype
-    ) -> Tensor:
-        """Send rows through all steps; returns those of all etp ranks, sorted by expert, in `dtype`."""
+    def _send(self, outgoing: Tensor, all_rows: list[StepRows], dtype: torch.dtype) -> Tensor:
+        """Send rows through all steps; returns those of all etp ranks, in `dtype`."""
         rows = outgoing
         for number, (group, step) in enumerate(zip(self.steps, all_rows, strict=True)):
             rows = permute_rows(rows, step.by_rank) if number else rows
             rows = self._all_to_all(rows, group, step, [])
-        rows = permute_rows(all_gather(rows, self.etp), own)
+        rows = all_gather(rows, self.etp)
         return decode_rows(unpack_rows(rows), dtype) if self.in_fp8 else rows
 
-    def _sum(
-        self, rows: Tensor, all_rows: list[StepRows], own: Permutation, deferred: Deferred
-    ) -> Tensor:  # [r, h] -> [t, h]
-        """Sum the rows of each token on this rank, and return the sums through all steps, where they are summed again."""
-        rows = reduce_scatter(unpermute_rows(rows, own), self.etp)
+    def _sum(self, rows: Tensor, all_rows: list[StepRows], deferred: Deferred) -> Tensor:
+        """Return the sums of tokens on this rank through all steps, where they are summed again: [n, h] -> [t, h]."""
+        rows = reduce_scatter(rows, self.etp)
         for group, step in [*zip(self.steps, all_rows, strict=True)][::-1]:
             rows = self._all_to_all(rows, group, step.returned, deferred)
             rows = unpermute_rows(rows, step.by_rank)

@@ -73,6 +73,19 @@ def test_a_function_and_its_gradients_are_those_of_plain_torch(name: str) -> Non
         torch.testing.assert_close(own.weight_grads[weight] - 1, their.grad, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_norm_with_one_frozen_parameter_has_the_gradient_of_the_other(frozen: str) -> None:
+    found = []
+    for is_frozen in (False, True):
+        own = module_with(weight=WEIGHT, bias=BIAS)
+        if is_frozen:
+            del own.weight_grads[frozen]
+        functions.norm(_random(5, 3, 16).requires_grad_(), None, own, 1e-5, 0.0)[1].square().sum().backward()
+        found.append(own.weight_grads)
+    (trained,) = found[1]
+    assert torch.equal(found[1][trained], found[0][trained])
+
+
 def test_an_activation_and_a_linear_layer_match_plain_torch() -> None:
     activation = Activation(fn=QUICK_GELU, is_gated=True, clamp=0.5, offset=1)
     x, weight, bias, upstream = _random(5, 3, 32), _random(7, 16), _random(7), _random(5, 3, 7)

@@ -69,7 +69,7 @@ def decode_rows(cast: RowCast, dtype: torch.dtype) -> Tensor:
 
 def pack_rows(cast: RowCast) -> Tensor:
     """Return codes and scale of each row in one row of bytes, [n, k + 32]: the scale ends it, several times."""
-    scales = cast.scale[:, None].expand(-1, SCALE_BYTES // 4).contiguous()
+    scales = cast.scale[:, None].repeat(1, SCALE_BYTES // 4)
     return torch.cat((cast.codes.view(torch.uint8), scales.view(torch.uint8)), dim=1)
 
 

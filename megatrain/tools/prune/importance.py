@@ -131,7 +131,7 @@ class Importance:
     ) -> None:
         ends = dispatched.ends
         fc1 = module.weight_of("fc1")
-        inner = module.products.fc1(dispatched.rows, fc1.value, ends, info)
+        inner = module.products.fc1(module.products.cast(dispatched.rows), fc1.value, ends, info)
         if fc1.bias is not None:
             add_grouped_bias(inner, fc1.bias.value, ends)
         active = activate(inner, module.activation).double().abs()

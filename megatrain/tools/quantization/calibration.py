@@ -194,7 +194,7 @@ def _observe_experts(experts: LocalGroupedMlp, found: LayerStatistics) -> torch.
     def observe(_: nn.Module, arguments: tuple[Any, ...]) -> None:
         rows, ends, probs = arguments[0][:3]
         fc1 = experts.weight_of("fc1")
-        inner = experts.products.fc1(rows, fc1.value, ends, arguments[1])
+        inner = experts.products.fc1(experts.products.cast(rows), fc1.value, ends, arguments[1])
         if fc1.bias is not None:
             add_grouped_bias(inner, fc1.bias.value, ends)
         weighted = activate_weighted(inner, probs, experts.activation, ends)
