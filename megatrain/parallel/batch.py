@@ -114,7 +114,7 @@ class PassInfo:
     splits_backward: bool = False
     """The schedule computes weight gradients as separate actions."""
     token_indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """See `TokenSplit.token_indices`."""
+    """See `TokenSplit.shared_token_indices`."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Named sums for the log, such as `lm_loss` (of token losses) and `tokens` (number that count), fp32 or fp64."""
 

@@ -138,16 +138,15 @@ class TokenSplit:
         return self.cp.positions(self.tp.full_length(rows), device)[first : first + rows]
 
     def token_indices(self, rows: int, samples: int, info: PassInfo, device: torch.device) -> Tensor:
-        """Return an index for each token, unique in the run and the same under every layout: int64 [rows, samples].
+        """Return an index for each token, unique in the run and the same under every layout: int64 [rows, samples]."""
+        sample = torch.arange(samples, device=device) + info.first_sample
+        return self.positions(rows, device)[:, None] + sample * (self.tp.full_length(rows) * self.cp.size)
 
-        Layers of a pass share it.
-        """
-        first, length = self.tp.first_row(rows), self.tp.full_length(rows)
-        key = rows, samples, first, length, self.cp.rank, self.cp.size
+    def shared_token_indices(self, rows: int, samples: int, info: PassInfo, device: torch.device) -> Tensor:
+        """Return the same, computed once in a pass: for layers of the main stream."""
+        key = rows, samples, self.tp.first_row(rows), self.tp.full_length(rows), self.cp.rank, self.cp.size
         if key not in info.token_indices:
-            sample = torch.arange(samples, device=device) + info.first_sample
-            indices = self.positions(rows, device)[:, None] + sample * (length * self.cp.size)
-            info.token_indices[key] = indices
+            info.token_indices[key] = self.token_indices(rows, samples, info, device)
         return info.token_indices[key]
 
     def flat_positions(self, rows: int, samples: int, device: torch.device) -> Tensor:

@@ -26,5 +26,5 @@ class LocalDropout(nn.Module):
         if not info.is_training:
             return x if residual is None else residual + x
         rows, samples, _ = x.shape
-        tokens = self.split.token_indices(rows, samples, info, x.device)
+        tokens = self.split.shared_token_indices(rows, samples, info, x.device)
         return drop(x, tokens, residual, key=self.key, p=self.p, dx_sums=self.dx_sums)
