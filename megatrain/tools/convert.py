@@ -107,7 +107,10 @@ def _add_combine(directions: Any) -> None:
         of=int,
     )
     parser.add("--seed N", "seed of the projector", 1234)
-    _add_sizes(parser, "rows of the vocabulary to keep (default: as many as the tokenizer of the language model has tokens)")
+    _add_sizes(
+        parser,
+        "rows of the vocabulary to keep (default: as many as the tokenizer of the language model has tokens)",
+    )
 
 
 def combine(arguments: argparse.Namespace) -> None:

@@ -69,7 +69,11 @@ def open_image(data: bytes, name: str) -> Image:
 def decode(data: bytes, name: str) -> Image:
     """Return an image in RGB. Raises InputError, which starts with the name, if it is damaged."""
     image = open_image(data, name)
+    if image.mode in {"I", "F"}:  # Pillow clips their values at 255
+        raise _no_image(name, ValueError(f"the range of its 32-bit values is unknown (mode {image.mode})"))
     try:
+        if image.mode.startswith("I;16"):  # as above
+            image = image.point(lambda value: value / 256, "L")
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise _no_image(name, error) from error

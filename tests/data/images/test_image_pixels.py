@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatrain.config.errors import InputError
 from megatrain.config.model_spec.vision import NEWLINE
 from megatrain.data.images.anyres import AnyRes
 from megatrain.data.images.pixels import Processor, Tiling, decode, read_image
@@ -40,6 +41,20 @@ def test_pixels_are_those_of_the_processors_of_transformers(
     found = Tiling(processor=processor, height=SIZE, width=SIZE).tiles(decode(data, "one"), 1)
     assert found.shape == (1, *expected.shape)
     assert np.abs(found[0] - expected).max() < 1e-5
+
+
+def test_images_of_16_bits_are_scaled_and_those_without_a_range_refused() -> None:
+    """Pillow clips both at 255: almost all of such an image would be white."""
+    file, grey = io.BytesIO(), np.array([[0, 257, 30000, 65535]], dtype=np.uint16)
+    Image.fromarray(grey).save(file, "png")
+    assert np.asarray(decode(file.getvalue(), "one")).tolist() == [
+        [[value] * 3 for value in (0, 1, 117, 255)]
+    ]
+    for pixels in (grey.astype(np.int32), grey.astype(np.float32)):
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "tiff")
+        with pytest.raises(InputError, match=r"one: no image: the range of its 32-bit values"):
+            decode(file.getvalue(), "one")
 
 
 @pytest.mark.parametrize(

@@ -73,3 +73,16 @@ def test_a_wrong_row_ends_a_run_before_it_starts(tmp_path: Path, capsys: pytest.
     assert pretrain(f"{FLAGS} --image-data-path {path}".split()) == 2
     shown = capsys.readouterr()
     assert "sample row 1" in shown.out + shown.err
+
+
+def test_an_evaluation_without_a_readable_image_has_no_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A loss of 0, of no token, would be the best of the run."""
+    path, log = conversations(tmp_path / "data", num_rows=4), tmp_path / "metrics.jsonl"
+    for file in path.parent.glob("*.png"):
+        file.write_bytes(b"")
+    flags = f"{FLAGS.replace('--split 1', '--split 1,1')} --eval-iters 1 --metrics-file {log}"
+    assert pretrain(f"{flags} --image-data-path {path}".split()) == 0
+    assert "validation at iteration 4: no token of its samples has a loss" in capsys.readouterr().out
+    assert not [line for line in map(json.loads, log.read_text().splitlines()) if "validation" in line]
