@@ -17,12 +17,14 @@ SIZE = 24
 
 def picture(width: int, height: int, mode: str = "RGB") -> bytes:
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(file, "png")
+    image, file = Image.fromarray(pixels).convert(mode), io.BytesIO()
+    if "A" in mode:
+        image.putalpha(Image.linear_gradient("L").resize((width, height)))
+    image.save(file, "png", **({"transparency": 7} if mode == "P" else {}))
     return file.getvalue()
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1"])
 @pytest.mark.parametrize(("width", "height"), [(50, 30), (30, 50), (24, 24), (301, 77), (3, 200)])
 @pytest.mark.parametrize("processor", ["clip", "siglip", "internvl"])
 def test_pixels_are_those_of_the_processors_of_transformers(
