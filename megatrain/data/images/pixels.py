@@ -116,12 +116,12 @@ class Tiling:
 
     @property
     def means(self) -> tuple[float, float, float]:
-        """What is subtracted from the red, green and blue of an image, from 0 to 1."""
+        """Means of red, green and blue, from 0 to 1, which are subtracted."""
         return _MEANS[self.processor]
 
     @property
     def deviations(self) -> tuple[float, float, float]:
-        """What they are divided by."""
+        """Standard deviations of red, green and blue, which divide them after that."""
         return _DEVIATIONS[self.processor]
 
     @property
