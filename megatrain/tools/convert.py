@@ -61,7 +61,7 @@ def add_flags(commands: Any) -> None:
     _add_direction(directions, megatrain_to_megatron)
     folder = "folder that save_pretrained wrote, or of a download"
     parser = _add_direction(directions, hf_to_megatrain, folder)
-    rows = "rows of the vocabulary to keep, such as the number of tokens of the tokenizer (default: all)"
+    rows = "rows of the vocabulary to keep (default: as many as the tokenizer of the folder has tokens, or all without one)"
     _add_sizes(parser, rows)
     parser = _add_direction(directions, megatrain_to_hf)
     parser.add(
@@ -107,7 +107,10 @@ def _add_combine(directions: Any) -> None:
         of=int,
     )
     parser.add("--seed N", "seed of the projector", 1234)
-    _add_sizes(parser, "rows of the vocabulary to keep (default: all)")
+    _add_sizes(
+        parser,
+        "rows of the vocabulary to keep (default: as many as the tokenizer of the language model has tokens)",
+    )
 
 
 def combine(arguments: argparse.Namespace) -> None:
@@ -189,10 +192,17 @@ def hf_to_megatrain(arguments: argparse.Namespace) -> None:
         print(f"keys of config.json that are not read: {', '.join(reader.unread_keys)}")
     if reader.left_out and reader.family.more_layers is not None:
         print(f"{len(reader.left_out)} {reader.family.more_layers.words} are left out, as in transformers")
-    size, kept = reader.tokenizer_size, reader.vocab_size
-    if size is not None and size != kept:
-        remedy = f": to train with it, convert with --vocab-size {size}" if size < kept else ""
-        print(f"the tokenizer has {size} tokens and the vocabulary {kept} rows{remedy}")
+    size, rows = reader.tokenizer_size, reader.num_rows
+    if size is not None and size != reader.vocab_size:
+        print(
+            f"the tokenizer has {size} tokens, and the vocabulary {reader.vocab_size} rows: a run needs another tokenizer, or data"
+            " of ids"
+        )
+    elif reader.vocab_size < rows:
+        print(
+            f"the {size} rows of the tokenizer's tokens are kept, the other {rows - reader.vocab_size} are not; --vocab-size {rows}"
+            " keeps them, for data of ids"
+        )
     print(
         f"start from the weights with --pretrained-checkpoint {target} --load RUN --save RUN, or --load {target} --finetune;"
         " --use-checkpoint-args takes the flags of the model, the sequence length and the tokenizer from it"

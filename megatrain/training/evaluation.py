@@ -132,8 +132,13 @@ class Evaluation:
                 "consumed_samples": self.progress.consumed_train_samples,
             }
             for one, values in found.items():
-                self.log.log_evaluation(
-                    f"{one.name} loss", values, split=one.split, dataset=one.dataset, **position
+                if "loss" in values:
+                    self.log.log_evaluation(
+                        f"{one.name} loss", values, split=one.split, dataset=one.dataset, **position
+                    )
+                    continue
+                self.ranks.console.print(
+                    f"> WARNING: {one.name} at iteration {position['iteration']}: no token of its samples has a loss: nothing is logged"
                 )
             for name, values in of_tasks.items():
                 self.log.log_evaluation(f"task {name}", values, split="task", dataset=name, **position)
@@ -147,7 +152,10 @@ class Evaluation:
         return None
 
     def _values(self, evaluation_set: EvaluationSet) -> tuple[dict[str, float], str | None]:
-        """Return the values of `evaluation_sums` over the next samples of a set, or the reason to stop if there is one."""
+        """Return the values of `evaluation_sums` over the next samples of a set, or the reason to stop if there is one.
+
+        A mean over nothing, such as the loss of samples without a label, is left out.
+        """
         continues = evaluation_set.split == "valid" and not evaluation_set.is_whole
         consumed = self.progress.consumed_valid_samples if continues else 0
         samples_per_pass = self.plan.config.training.eval_micro_batch_size * self.ranks.grid.dp.size
@@ -164,7 +172,9 @@ class Evaluation:
             sums += evaluate(
                 self.engine, batches, evaluation_set.num_samples(start, count), self._byte_counts
             )
-        values = dict(zip(names, quotients(sums).tolist(), strict=True))
+        counts = sums.chunk(2)[1].tolist()
+        quotient_of_name = zip(names, quotients(sums).tolist(), counts, strict=True)
+        values = {name: value for name, value, count in quotient_of_name if count}
         if "bits_per_byte" in values:
             values["bits_per_byte"] /= math.log(2)
         return values, None

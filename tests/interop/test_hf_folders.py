@@ -292,7 +292,15 @@ def test_a_tokenizer_of_the_vocabulary_s_size_is_used_and_copied(
     del vocab["w"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert main(["convert", "hf-to-megatrain", str(folder), str(tmp_path / "fewer")]) == 0
-    assert "convert with --vocab-size 22" in capsys.readouterr().out
+    assert "the 22 rows of the tokenizer's tokens are kept, the other 1 are not" in capsys.readouterr().out
+    with CheckpointReader(tmp_path / "fewer" / "iter_0000000") as reader:
+        assert reader.manifest.config["tokenizer"]["tokenizer_model"] == str(folder)
+        assert reader.manifest.tensors["output_layer.weight"].shape == (22, 16)
+    whole_vocabulary = ["--vocab-size", str(VOCAB)]
+    assert main(["convert", "hf-to-megatrain", str(folder), str(tmp_path / "all"), *whole_vocabulary]) == 0
+    with CheckpointReader(tmp_path / "all" / "iter_0000000") as reader:
+        assert reader.manifest.config["tokenizer"]["tokenizer_type"] == "NullTokenizer"
+        assert reader.manifest.tensors["output_layer.weight"].shape == (VOCAB, 16)
 
 
 def test_a_second_weight_of_the_same_bytes_is_no_weight(llama: Path, tmp_path: Path) -> None:

@@ -134,5 +134,6 @@ def vocabulary_is_in_the_folder(draft: Draft) -> Problems:
     if size > rows:
         yield Problem(
             f"{stored.path}: its vocabulary has {rows} rows, and the tokenizer {size} tokens",
-            f"use the tokenizer of the folder, or --vocab-size {rows}",
+            f"add rows with resize_token_embeddings({size}) of transformers and name the folder that it saves, or use a tokenizer of"
+            f" at most {rows} tokens",
         )

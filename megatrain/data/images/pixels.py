@@ -67,9 +67,18 @@ def open_image(data: bytes, name: str) -> Image:
 
 
 def decode(data: bytes, name: str) -> Image:
-    """Return an image in RGB. Raises InputError, which starts with the name, if it is damaged."""
+    """Return an image in RGB, on white where it is transparent. Raises InputError, which starts with the name, if it is damaged."""
+    from PIL import Image  # noqa: PLC0415
+
     image = open_image(data, name)
+    if image.mode in {"I", "F"}:  # Pillow clips their values at 255
+        raise _no_image(name, ValueError(f"the range of its 32-bit values is unknown (mode {image.mode})"))
     try:
+        if image.mode.startswith("I;16"):  # as above
+            image = image.point(lambda value: value / 256, "L")
+        elif "A" in image.getbands() or "transparency" in image.info:
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image.convert("RGBA"))
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise _no_image(name, error) from error
@@ -104,6 +113,16 @@ class Tiling:
     def num_vectors(self) -> int:
         """Vectors of a tile."""
         return self.vectors[0] * self.vectors[1] + self.has_class_token
+
+    @property
+    def means(self) -> tuple[float, float, float]:
+        """Means of red, green and blue, from 0 to 1, which are subtracted."""
+        return _MEANS[self.processor]
+
+    @property
+    def deviations(self) -> tuple[float, float, float]:
+        """Standard deviations of red, green and blue, which divide them after that."""
+        return _DEVIATIONS[self.processor]
 
     @property
     def is_single(self) -> bool:
@@ -170,12 +189,12 @@ class Tiling:
 
     def _normalized(self, images: list[Image]) -> npt.NDArray[np.float32]:
         values = np.stack([np.asarray(image, np.float64) for image in images]) / 255
-        normal = (values - _MEANS[self.processor]) / _DEVIATIONS[self.processor]
+        normal = (values - self.means) / self.deviations
         return normal.transpose(0, 3, 1, 2).astype(np.float32)
 
     def colours(self, pixels: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
         """Return the 8-bit colours [height, width, channels] of one tile's pixels."""
-        values = pixels.transpose(1, 2, 0) * _DEVIATIONS[self.processor] + _MEANS[self.processor]
+        values = pixels.transpose(1, 2, 0) * self.deviations + self.means
         found: npt.NDArray[np.uint8] = np.rint(values.clip(0, 1) * 255).astype(np.uint8)
         return found
 

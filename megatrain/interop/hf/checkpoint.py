@@ -42,7 +42,8 @@ class HfCheckpoint(TensorReader):
 
     Args:
         path: a folder with config.json and safetensors files.
-        vocab_size: rows of the vocabulary's tensors to keep; None: all.
+        vocab_size: rows of the vocabulary's tensors to keep; None: those of the tokenizer's tokens, or all if it has more or
+            cannot be read.
         is_tower: the folder has a vision tower alone.
 
     Raises:
@@ -63,7 +64,8 @@ class HfCheckpoint(TensorReader):
         self.num_rows: int = (
             1 if is_tower else self.family.text_config(source).checked("vocab_size", check=COUNT)
         )
-        self.vocab_size = self.num_rows if vocab_size is None else vocab_size
+        tokens = self.num_rows if is_tower else self.tokenizer_size or self.num_rows
+        self.vocab_size = min(tokens, self.num_rows) if vocab_size is None else vocab_size
         if not 1 <= self.vocab_size <= self.num_rows:
             raise InputError(
                 f"--vocab-size {self.vocab_size}: the vocabulary of {path} has {self.num_rows} rows",

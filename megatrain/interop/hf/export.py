@@ -31,6 +31,7 @@ from megatrain.interop.foreign_run import rows_to_copy
 from megatrain.interop.hf.checkpoint import EMBEDDING
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.families.table import FAMILIES
+from megatrain.interop.hf.processor_files import processor_files
 from megatrain.interop.hf.settings import MTP, bias_shapes, fitting_family, has_tensor, shapes_of
 from megatrain.interop.hf.tensors import Part, their_tensors, unused_tensors, zero_tensors
 from megatrain.interop.hf.tokenizer_files import json_bytes, tokenizer_files
@@ -68,8 +69,9 @@ class HfExport(TensorReader):
                 f"{reader.path}: its model has custom layers (--spec), which no family of transformers has",
                 fix=f"export the weights alone: megatrain checkpoint export-weights {reader.path} TARGET",
             )
+        data: DataConfig = stored_section(reader.path, manifest.config, "data", DataConfig)
+        self._has_images = bool(data.image_data_path)
         if model.max_position_embeddings is None:  # which every config.json has
-            data: DataConfig = stored_section(reader.path, manifest.config, "data", DataConfig)
             model = replace(model, max_position_embeddings=data.seq_length)
         if EMBEDDING not in manifest.tensors:
             raise MismatchError(f"{reader.path}: has no {EMBEDDING}", fix="export another checkpoint")
@@ -165,7 +167,7 @@ class HfExport(TensorReader):
         return theirs.is_flat or (theirs.is_transposed and theirs.parts[0].place is None)
 
     def small_files(self, dtype: str | None) -> dict[str, bytes]:
-        """Return names and contents of config.json, generation_config.json and the tokenizer's files.
+        """Return names and contents of config.json, generation_config.json and the files of tokenizer and processor.
 
         Args:
             dtype: name of the weights' dtype in safetensors; None: as stored.
@@ -173,6 +175,11 @@ class HfExport(TensorReader):
         stored = [self.kind(name, theirs.shape, WEIGHT).dtype for name, theirs in self.tensors.items()]
         widest = max(stored, key=lambda one: DTYPES[one].itemsize)
         files = {} if self.tokenizer is None else tokenizer_files(self.tokenizer)
+        if self.tokenizer is not None:
+            architecture, vision = self.family.architecture, self.config.vision
+            files |= processor_files(
+                architecture, vision, self.tokenizer.tokenizer, is_trained=self._has_images
+            )
         ends = self._end_ids()
         end = ends[0] if len(ends) == 1 else ends or None
         ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}

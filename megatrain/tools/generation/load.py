@@ -283,14 +283,13 @@ def opened_source(name: str, say: Callable[[str], None]) -> AbstractContextManag
 
 
 def _transformers_folder(folder: Path, note: Callable[[str], None]) -> HfCheckpoint:
-    """Return a reader of a folder of transformers; rows of the vocabulary after the tokenizer's last token are left out."""
+    """Return a reader of a folder of transformers."""
     reader = HfCheckpoint(folder)
     size = reader.tokenizer_size
     if size is None or size > reader.num_rows:
         why = "it has no tokenizer.json" if size is None else f"its tokenizer has {size} tokens"
         note(f"{folder}: {why}, the vocabulary {reader.num_rows} rows: prompts and text are ids")
-        return reader
-    return reader if size == reader.num_rows else HfCheckpoint(folder, size)
+    return reader
 
 
 def chosen_device(wanted: str | None, environment: LaunchEnvironment) -> torch.device:

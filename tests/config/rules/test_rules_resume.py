@@ -520,7 +520,7 @@ CASES = {
          ("--load-or-start", "--exit-on-missing-checkpoint"), ("remove --", ", or --")),
     ],
     "vocabulary_is_in_the_folder": [
-        ("--load hf:f --vocab-size 301", "", FOLDER, ("hf:f", "300 rows", "301 tokens"), ("--vocab-size 300",)),
+        ("--load hf:f --vocab-size 301", "", FOLDER, ("hf:f", "300 rows", "301 tokens"), ("resize_token_embeddings(301)",)),
     ],
 }  # fmt: skip
 

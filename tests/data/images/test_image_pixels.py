@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatrain.config.errors import InputError
 from megatrain.config.model_spec.vision import NEWLINE
 from megatrain.data.images.anyres import AnyRes
 from megatrain.data.images.pixels import Processor, Tiling, decode, read_image
@@ -16,12 +17,14 @@ SIZE = 24
 
 def picture(width: int, height: int, mode: str = "RGB") -> bytes:
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(file, "png")
+    image, file = Image.fromarray(pixels).convert(mode), io.BytesIO()
+    if "A" in mode:
+        image.putalpha(Image.linear_gradient("L").resize((width, height)))
+    image.save(file, "png", **({"transparency": 7} if mode == "P" else {}))
     return file.getvalue()
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1"])
 @pytest.mark.parametrize(("width", "height"), [(50, 30), (30, 50), (24, 24), (301, 77), (3, 200)])
 @pytest.mark.parametrize("processor", ["clip", "siglip", "internvl"])
 def test_pixels_are_those_of_the_processors_of_transformers(
@@ -40,6 +43,20 @@ def test_pixels_are_those_of_the_processors_of_transformers(
     found = Tiling(processor=processor, height=SIZE, width=SIZE).tiles(decode(data, "one"), 1)
     assert found.shape == (1, *expected.shape)
     assert np.abs(found[0] - expected).max() < 1e-5
+
+
+def test_images_of_16_bits_are_scaled_and_those_without_a_range_refused() -> None:
+    """Pillow clips both at 255: almost all of such an image would be white."""
+    file, grey = io.BytesIO(), np.array([[0, 257, 30000, 65535]], dtype=np.uint16)
+    Image.fromarray(grey).save(file, "png")
+    assert np.asarray(decode(file.getvalue(), "one")).tolist() == [
+        [[value] * 3 for value in (0, 1, 117, 255)]
+    ]
+    for pixels in (grey.astype(np.int32), grey.astype(np.float32)):
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "tiff")
+        with pytest.raises(InputError, match=r"one: no image: the range of its 32-bit values"):
+            decode(file.getvalue(), "one")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatrain.config import parse
+from megatrain.data.images.pixels import Tiling, decode
 from megatrain.tools.main import main
 from megatrain.training.launch.ranks import joined_ranks
 from megatrain.training.logging.console import Console, Phases
@@ -22,6 +23,14 @@ FLAGS = (
     f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {GOLDEN} --micro-batch-size 2 --global-batch-size 2"
     " --train-iters 4 --lr-decay-iters 4 --lr 0.01 --eval-iters 0 --device cpu --split 1"
 )
+
+LLAVA = (
+    " --vision-model-type siglip --vision-hidden-size 16 --vision-ffn-hidden-size 32 --vision-num-attention-heads 2"
+    " --position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 32 --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
+)
+PADDING = 1
+"""A token that no text has."""
 
 
 def conversations(folder: Path, num_rows: int = 9) -> Path:
@@ -73,3 +82,34 @@ def test_a_wrong_row_ends_a_run_before_it_starts(tmp_path: Path, capsys: pytest.
     assert pretrain(f"{FLAGS} --image-data-path {path}".split()) == 2
     shown = capsys.readouterr()
     assert "sample row 1" in shown.out + shown.err
+
+
+def test_an_evaluation_without_a_readable_image_has_no_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A loss of 0, of no token, would be the best of the run."""
+    path, log = conversations(tmp_path / "data", num_rows=4), tmp_path / "metrics.jsonl"
+    for file in path.parent.glob("*.png"):
+        file.write_bytes(b"")
+    flags = f"{FLAGS.replace('--split 1', '--split 1,1')} --eval-iters 1 --metrics-file {log}"
+    assert pretrain(f"{flags} --image-data-path {path}".split()) == 0
+    assert "validation at iteration 4: no token of its samples has a loss" in capsys.readouterr().out
+    assert not [line for line in map(json.loads, log.read_text().splitlines()) if "validation" in line]
+
+
+def test_an_exported_model_reads_images_in_transformers_as_in_training(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    words = FLAGS.replace(" --use-tiling --max-num-tiles 2 --use-packed-sequence", LLAVA)
+    path, saved, out = conversations(tmp_path / "data"), tmp_path / "saved", tmp_path / "out"
+    losses_of(f"{words} --image-data-path {path} --save {saved} --metrics-file {tmp_path / 'metrics.jsonl'}")
+    assert main(f"convert megatrain-to-hf {saved} {out} --image-token-id {PADDING}".split()) == 0
+    processor = transformers.AutoProcessor.from_pretrained(out)
+    parts = [{"type": "image"}, {"type": "text", "text": "Which?"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "One."}]
+    text = processor.apply_chat_template([*turns, {"role": "user", "content": "Why?"}])
+    assert text == "USER: <|padding|>\nWhich? ASSISTANT: One.<|endoftext|>USER: Why? ASSISTANT:"
+    image = path.parent / "8.png"
+    found = processor(text=text, images=Image.open(image), return_tensors="np")
+    tiling = Tiling(processor="siglip", height=8, width=8)
+    assert np.abs(found["pixel_values"] - tiling.tiles(decode(image.read_bytes(), "x"), 1)).max() < 1e-5
+    assert (found["input_ids"] == PADDING).sum() == 4
