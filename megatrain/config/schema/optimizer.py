@@ -269,6 +269,7 @@ class PrecisionConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
             conflict("precision.fp8_format", why=": both decide the numbers of linear layers"),
             conflict("precision.fp4_format", why=": both decide the numbers of linear layers"),
             conflict("model.transformer_impl", "transformer_engine", fix="use --transformer-impl local"),
+            conflict("optimizer.optimizer_cpu_offload", why=": passes do not set scales on the host"),
         ),
     )
     """Round the weights of linear layers, and their inputs where the format has them, in each forward pass as megatrain quantize --format does, with the gradients of what is not rounded. Not in Megatron-LM."""

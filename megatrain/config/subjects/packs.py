@@ -101,7 +101,7 @@ def dynamic_context_parallelism_has_packs(draft: Draft) -> Problems:
     if parallel.dynamic_context_parallel and not draft.config.data.pack_documents:
         yield Problem(
             "--dynamic-context-parallel chooses the ranks of each pack of documents, and samples are not packed",
-            "add --pack-documents",
+            "add --pack-documents, or remove --dynamic-context-parallel",
         )
     elif parallel.dynamic_context_parallel and parallel.sequence_packing_scheduler != DYNAMIC:
         yield Problem(

@@ -169,13 +169,28 @@ def _schedule_problems(draft: Draft, chunks: int) -> Problems:
     if pp > 1 and needed is not None and chunks != needed:
         yield Problem(
             f"--pipeline-schedule {schedule} has {needed} model chunk{'s' * (needed > 1)} per rank, not {chunks}",
-            f"use --num-virtual-stages-per-pipeline-rank {needed}, or remove --pipeline-schedule",
+            f"{_for_chunks(draft, needed)}, or remove --pipeline-schedule",
         )
     if pp > 1 and needed is None and chunks == 1:
         yield Problem(
             f"--pipeline-schedule {schedule} requires several model chunks per rank",
-            f"add --num-virtual-stages-per-pipeline-rank 2, or use --pipeline-schedule {ONE_CHUNK}",
+            f"{_for_chunks(draft, 2)}, or use --pipeline-schedule {ONE_CHUNK}",
         )
+
+
+def _for_chunks(draft: Draft, chunks: int) -> str:
+    """Return the change that gives each rank so many model chunks: of the flag that decides their number."""
+    parallel = draft.config.parallel
+    stages = parallel.pipeline_model_parallel_size * chunks
+    if _stages_of_pattern(draft):
+        return f"divide the layers of --hybrid-layer-pattern by `|` into {stages} stages"
+    if parallel.pipeline_model_parallel_layout not in (None, "auto"):
+        return f"divide the layers of --pipeline-model-parallel-layout by `|` into {stages} stages"
+    is_by_layers = parallel.num_layers_per_virtual_pipeline_stage is not None
+    return (
+        f"use --num-virtual-stages-per-pipeline-rank {chunks}"
+        + " in place of --num-layers-per-virtual-pipeline-stage" * is_by_layers
+    )
 
 
 def _chunks(draft: Draft) -> tuple[int, str]:

@@ -91,7 +91,8 @@ class ContextAttention:
         Returns:
             [s/cp, b, n, d].
         """
-        attention = AllGatherAttention if self.gathers else _RingAttention
+        # A pack may be of one rank, which has no others to gather from.
+        attention = AllGatherAttention if self.gathers and self.ring.size > 1 else _RingAttention
         out: Tensor = attention.apply(q, k, v, sink, kernel, masks, self.ring)
         return out
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatrain.config.model_spec.experts import RouterSpec
-from megatrain.parallel.layout import ParamRegistry, Piece
+from megatrain.parallel.layout import ParamEntry, ParamRegistry, Piece
 
 PARTS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head", "other")
 _LAYER = re.compile(r"(\w+)\.layers\.(\d+)\.")
@@ -96,7 +96,7 @@ def model_tree(
     whole = {
         piece.name: math.prod(piece.shape) * (ep if entry.layout.family == "expert" else 1)
         for registry in registries
-        for entry in registry.entries.values()
+        for entry in _weights(registry)
         for piece in entry.layout.pieces
     }
     trees: dict[object, StageTree] = {}
@@ -183,7 +183,12 @@ def layers_of(registry: ParamRegistry) -> list[LayerId]:
 
 
 def _pieces(registry: ParamRegistry) -> list[Piece]:
-    return [piece for entry in registry.entries.values() for piece in entry.layout.pieces]
+    return [piece for entry in _weights(registry) for piece in entry.layout.pieces]
+
+
+def _weights(registry: ParamRegistry) -> list[ParamEntry]:
+    """Return what is counted: all but the scales of --qat."""
+    return [entry for entry in registry.entries.values() if entry.layout.kind != "scale"]
 
 
 def _by_part(counts: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -26,7 +26,7 @@ CASES = {
          ("--max-seqlen-per-dp-cp-rank 7", "multiple of 2"), ("--max-seqlen-per-dp-cp-rank 8",)),
     ],
     "dynamic_context_parallelism_has_packs": [
-        ("--dynamic-context-parallel", "", FOUR, ("--dynamic-context-parallel",), ("--pack-documents",)),
+        ("--dynamic-context-parallel", "", FOUR, ("--dynamic-context-parallel",), ("--pack-documents", "remove --dynamic-context-parallel")),
         ("--hybrid-context-parallel", "", FOUR, ("--dynamic-context-parallel",), ("--pack-documents",)),
         (f"{DYNAMIC} --sequence-packing-scheduler dp_balanced", "", FOUR,
          ("--dynamic-context-parallel", "dp_balanced"), ("--sequence-packing-scheduler default_dynamic_cp",)),

@@ -216,7 +216,7 @@ def distance(pool: WorkerPool) -> Callable[..., Distance]:
         nightly(ROPE, f"{DYNAMIC} --context-parallel-size 2 --min-dynamic-context-parallel-size 2", 4),
         nightly(ROPE, "--context-parallel-size 2 --sequence-packing-scheduler first_fit", 4),
         nightly(ROPE, "--context-parallel-size 2 --data-parallel-sharding-strategy optim_grads", 4),
-        nightly(f"{ROPE} --softmax-type learnable", DYNAMIC, 4),
+        (f"{ROPE} --softmax-type learnable", f"{DYNAMIC} --cp-comm-type all_gather", 4),
         nightly(f"{ROPE} --window-size 8,0", f"{DYNAMIC} --data-parallel-sharding-strategy no_shard", 4),
         nightly(ROPE, f"{DYNAMIC} {RECOMPUTED} --mlp-chunks-for-training 3", 4),
         nightly(ROPE, "--dynamic-context-parallel --tensor-model-parallel-size 2 --sequence-parallel --data-parallel-sharding-strategy optim_grads_params", 8),

@@ -17,7 +17,11 @@ FLAGS = (
 
 
 def tree_of(top_k: int) -> ModelTree:
-    plan = resolve(parse(f"{FLAGS} --moe-router-topk {top_k}".split()), Facts())
+    return tree_of_flags(f"{FLAGS} --moe-router-topk {top_k}")
+
+
+def tree_of_flags(flags: str) -> ModelTree:
+    plan = resolve(parse(flags.split()), Facts())
     model = build_model_from_plan(plan, build_grid(GridShape(), 0), torch.device("cpu"))
     return model_tree([model.registry], model.spec.routers_by_name)
 
@@ -29,6 +33,12 @@ def test_active_parameters_leave_out_unselected_experts() -> None:
     assert tree.by_part["mlp"] == 3 * 8 * 24 + 2 * 3 * 8 * 12
     assert tree.parameters - tree.active_parameters == tree.by_part["experts"] // 4
     assert tree_of(top_k=4).active_parameters == tree.parameters
+
+
+def test_scales_of_rounded_weights_are_no_parameters() -> None:
+    """The line that a run prints leaves them out, too."""
+    dense = FLAGS.partition(" --num-experts")[0]
+    assert tree_of_flags(f"{dense} --qat int8") == tree_of_flags(dense)
 
 
 def test_equal_experts_have_one_line() -> None:

@@ -35,6 +35,10 @@ ALWAYS: Final[dict[str, dict[str, str]]] = {
         "blend": "--data-path 0.7 {data}/alike 0.3 {data}/varied --split 80,15,5",
         "heldout": f"{_VALID} {{data}}/held",
         "validsets": f"{_VALID} {{data}}/held {{data}}/varied --full-validation --multiple-validation-sets",
+        "packed": (
+            f"{_DATA} --pack-documents --micro-batch-size 1 --calculate-per-token-loss --attention-dropout 0"
+            " --dynamic-context-parallel --cp-comm-type all_gather"
+        ),
         SENTENCES: (
             "--data-path {data}/sentences --split 80,15,5 --tokenizer-type BertWordPieceCase --vocab-file {data}/vocab.txt"
             f" --vocab-size {len(WORD_PIECES) + NUM_CASED_SENTINELS}"
@@ -45,6 +49,7 @@ ALWAYS: Final[dict[str, dict[str, str]]] = {
         "samples35": "--train-samples 35",
         "ramp": "--train-samples 40 --rampup-batch-size 4 4 16",
         "steps": "--train-samples 40 --global-batch-size auto --step-batch-size-schedule 0:4,192:8",
+        "pieces": "--train-iters 4 --seq-length-schedule 0:12,384:24",
     },
     "batch": {
         "batch8": "",
@@ -129,6 +134,8 @@ _SINGLE: Final[dict[str, dict[str, str]]] = {
         "layerlog": "--moe-per-layer-logging",
     },
     ADAPTERS.name: {word: flags for word, flags in ADAPTERS.words().items() if flags},
+    "rounding": {"qatint8": "--qat int8", "qatint4": "--qat int4 --qat-group-size 4"},
+    "average": {"averages": "--ema-decay 0.5", "evalaverages": "--ema-decay 0.5 --eval-with-ema"},
     "save interval": {"savesoften": "--save-interval 1"},
     "skipped": {"skipsiteration": "--iterations-to-skip 2"},
     "seed": {"otherseed": "--seed 7"},

@@ -46,6 +46,8 @@ CASES = {
          ("--pipeline-model-parallel-size 1", "end 2 stages")),
         (pattern("M|*", STAGES, "--num-virtual-stages-per-pipeline-rank 2"), "", Facts(world_size=2),
          ("2 stages (|)", "--num-virtual-stages-per-pipeline-rank"), ("or the signs | of the pattern",)),
+        (pattern("M|*", STAGES, "--pipeline-schedule dualpipe-v"), "", Facts(world_size=2),
+         ("2 model chunks per rank, not 1",), ("--hybrid-layer-pattern by `|` into 4 stages",)),
     ],
     "spec_is_of_the_family": [
         (SPEC, "", None, (SPEC, "--model-family hybrid", "gpt"), ("use --model-family hybrid", "remove --spec")),

@@ -26,8 +26,10 @@ def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts,
     assert_refused(flags, named, remedy, without=without, facts=facts)
 
 
-@pytest.mark.parametrize("flags", ["--fp8-format hybrid", "--transformer-impl transformer_engine"])
-def test_other_numbers_of_linear_layers_are_refused(problems_of, flags):
+@pytest.mark.parametrize(
+    "flags", ["--fp8-format hybrid", "--transformer-impl transformer_engine", "--optimizer-cpu-offload"]
+)
+def test_what_does_not_go_with_rounded_layers_is_refused(problems_of, flags):
     found = problems_of(f"{QAT} {flags}")
     assert any(
         f"--qat int4 is not supported together with {flags.split()[0]}" in problem for problem in found
