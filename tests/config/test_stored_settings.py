@@ -1,6 +1,7 @@
 """Settings that a run takes from a checkpoint, or from the configuration that another run has saved: code is none of them."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,20 @@ def test_a_run_takes_model_and_losses_from_its_checkpoint(words: str):
         assert again.experts == plan.config.experts
 
 
+def test_an_evaluation_of_averages_does_not_evaluate_the_weights_unasked():
+    config = tiny_plan(Layout.of("ema"), 1).config.to_dict()
+    for more in ("", "--no-eval-with-ema"):
+        request = parse(["--load", "c", "--device", "cpu", "--eval-only", *more.split()])
+        taken = stored_settings(config, request, with_layout=False, with_training=True)
+        stored = StoredRun(path="c", iteration=2, consumed_train_samples=16, config=config, settings=taken)
+        with (
+            nullcontext()
+            if more
+            else pytest.raises(ConfigError, match="fix: add --no-eval-with-ema, and --load")
+        ):
+            resolve(request, replace(FACTS, checkpoint=stored))
+
+
 @pytest.mark.parametrize("words", [*WORDS, *OF_TRAINING])
 def test_a_flag_that_is_left_out_is_refused_or_named(words: str):
     """A resume names each setting that changes with it, a start from the weights alone each one of their function."""
@@ -84,10 +99,25 @@ def test_a_flag_that_is_left_out_is_refused_or_named(words: str):
                     assert f"{one.flag} " in notes, (left_out, one.path)
 
 
-@pytest.mark.parametrize("words", [*WORDS, "teacher", "tokens fixedpacks"])
-def test_a_saved_configuration_resolves_to_itself(words: str, tmp_path: Path):
+SCHEDULED = (
+    "--rampup-batch-size 2 2 8",
+    "--global-batch-size auto --step-batch-size-schedule 0:4,192:8",
+    "--lr-decay-style WSD --lr-wsd-decay-samples 8 --lr-warmup-fraction 0.3",
+    "--seq-length-schedule 0:12,240:24",
+    "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.2",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        *((words, "") for words in (*WORDS, "teacher", "tokens fixedpacks")),
+        *(("llama", f"--train-iters none --train-samples 32 {more}") for more in SCHEDULED),
+    ],
+)
+def test_a_saved_configuration_resolves_to_itself(words: str, more: str, tmp_path: Path):
     layout = Layout.of(words)
-    plan = tiny_plan(layout, 1)
+    plan = tiny_plan(layout, 1, *more.split())
     teacher = teacher_of(layout, vocab_size=101, seq_length=24) if layout.has("teacher") else None
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(plan.config, plan.origins))
