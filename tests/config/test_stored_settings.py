@@ -61,7 +61,7 @@ def test_an_evaluation_of_averages_does_not_evaluate_the_weights_unasked():
         with (
             nullcontext()
             if more
-            else pytest.raises(ConfigError, match="fix: add --no-eval-with-ema, and --load")
+            else pytest.raises(ConfigError, match="fix: add --no-eval-with-ema, or --load")
         ):
             resolve(request, replace(FACTS, checkpoint=stored))
 

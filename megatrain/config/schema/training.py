@@ -113,7 +113,7 @@ class TrainingConfig(Section, on_resume=SAFE):
                 conflict(
                     path,
                     why=": the run loads the weights alone",
-                    fix="add --no-eval-with-ema, and --load a checkpoint of megatrain checkpoint average --ema to evaluate the average",
+                    fix="add --no-eval-with-ema, or --load a checkpoint of megatrain checkpoint average --ema",
                 )
                 for path in ("training.eval_only", "training.skip_train")
             ),
