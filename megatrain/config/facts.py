@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 
 from megatrain.config.derive.custom_layers import Layers
 from megatrain.config.errors import Problem
+from megatrain.config.schema.resume_class import FUNCTION, SHAPE
+from megatrain.config.schema.tree import paths_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +118,18 @@ class StoredRun:
 
     @property
     def weights_only(self) -> StoredRun:
-        """The checkpoint as seen by a run that only starts from its weights."""
-        stored = {
-            "model": self.config.get("model", {}),
-            "tokenizer": {
-                name: value
-                for name, value in self.config.get("tokenizer", {}).items()
-                if name == "vocab_size"
-            },
+        """The checkpoint as seen by a run that only starts from its weights: the sections on which they or their function depend."""
+        sections = {path.partition(".")[0] for path in paths_of(SHAPE, FUNCTION)}
+        kept = {"model"} if self.is_upcycled else sections
+        stored = {name: values for name, values in self.config.items() if name in kept}
+        stored["tokenizer"] = {
+            name: value for name, value in self.config.get("tokenizer", {}).items() if name == "vocab_size"
         }
         return StoredRun(
             path=self.path,
             iteration=0,
             consumed_train_samples=0,
-            config=stored,
+            config={"model": {}, **stored},
             is_of_megatron=self.is_of_megatron,
             is_start=True,
             is_upcycled=self.is_upcycled,

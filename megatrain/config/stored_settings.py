@@ -1,11 +1,10 @@
 """Settings that --use-checkpoint-args takes from a checkpoint, where neither the command line nor a YAML file gives them.
 
-    model, experts     all settings on which the weights or the function of the model depend, and dropout
+    model, experts     all settings on which the weights, the function or the loss of the model depend, and dropout
     data, tokenizer    the lengths of sequences; the tokenizer, unless a flag names one
     parallel           the layout, with --use-mp-args-from-checkpoint-args
 
-With --eval-only also the data, unless a flag names some, and what training computed with: batch sizes, precision, optimizer,
-balancing and capacity of experts.
+With --eval-only also the data, unless a flag names some, and what training computed with: batch sizes, precision, optimizer.
 
 Code is never taken: a model of --spec and data of --dataset need the flag again. Settings with their default values are not listed.
 """

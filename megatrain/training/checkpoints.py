@@ -123,7 +123,8 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         progress.consumed_valid_samples = max(0, progress.consumed_valid_samples - evaluations(plan).samples)
     if with_optimizer:
         progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
-        _restore_scales(engine, loaded)
+        engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+    _restore_amax_history(engine, loaded)
     say(
         f"> loaded {loaded.path}: iteration {progress.iteration}, {progress.consumed_train_samples} samples consumed"
     )
@@ -166,13 +167,13 @@ def rewind_run(
     engine.forget_steps()
     _restore_progress(progress, loaded)
     progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
-    _restore_scales(engine, loaded)
+    engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+    _restore_amax_history(engine, loaded)
     return loaded.path
 
 
-def _restore_scales(engine: Engine, loaded: Loaded) -> None:
-    """Restore the loss scale, and the history of delayed FP8 scales."""
-    engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+def _restore_amax_history(engine: Engine, loaded: Loaded) -> None:
+    """Restore the history from which delayed FP8 scales follow, with which evaluations compute too."""
     if engine.model.fp8 is not None:
         engine.model.fp8.history.restore(loaded.state.get("amax_history", {}))
         engine.data_parallel.all_gather_all_weights()  # --fp8-param-gather casts with these scales

@@ -57,8 +57,10 @@ def test_the_average_is_what_is_evaluated(run_folder: Path, tmp_path: Path) -> N
     target = tmp_path / "target"
     assert main(["checkpoint", "average", "--ema", str(run_folder), str(target)]) == 0
     found = {}
-    for name, load in (("ema", target), ("weights", run_folder / "iter_0000003")):
-        flags = ["--eval-only", "--load", str(load), "--device", "cpu"]
+    weights = run_folder / "iter_0000003"
+    assert pretrain.main(["--eval-only", "--load", str(weights), "--device", "cpu"]) == 2
+    for name, load, *more in (("ema", target), ("weights", weights, "--no-eval-with-ema")):
+        flags = ["--eval-only", "--load", str(load), "--device", "cpu", *more]
         assert pretrain.main([*flags, "--metrics-file", str(tmp_path / name / "metrics.jsonl")]) == 0
         found[name] = losses(tmp_path / name)
     assert found["ema"] == losses(run_folder) != found["weights"]

@@ -43,7 +43,10 @@ def test_an_evaluation_of_a_checkpoint_has_the_losses_of_the_run(
         "--tokenizer-type": "NullTokenizer", "--vocab-size": "100", "--mock-data": None, "--lr-decay-iters": "100",
     }  # fmt: skip
     runs = {
-        "part": {"--data-path": str(tmp_path / "a"), "--split": "80,10,10"},
+        "part": {
+            "--data-path": str(tmp_path / "a"), "--split": "80,10,10",
+            "--bf16": "", "--fp8-format": "hybrid", "--fp8-amax-history-len": "2",
+        },
         "sets": {
             "--train-data-path": str(tmp_path / "a"), "--valid-data-path": f"{tmp_path}/a {tmp_path}/b",
             "--full-validation": "", "--multiple-validation-sets": "",

@@ -131,7 +131,9 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Tokens per sample. vlm: of its text; those of its images are added."""
     seq_length_schedule: str | None = setting(None, joins_words=True, taken_by="", conflicts=_WHOLE_SAMPLES)
     """Lengths of the sequences that are trained, from given numbers of tokens on, such as '0:2048 50B:4096 80B:8192': each sample of --seq-length tokens is cut into pieces of that length, which divides it. Evaluations read whole samples. Not in Megatron-LM."""
-    dataloader_seq_length: int | None = setting(None, at_least=1, unit="tokens", on_resume=ORDER, needs=VLM)
+    dataloader_seq_length: int | None = setting(
+        None, at_least=1, unit="tokens", on_resume=ORDER, taken_by=ARGS, needs=VLM
+    )
     """vlm: tokens of the text of a sample, in place of --seq-length."""
     dataloader_type: Literal["single", "cyclic"] = setting("single", on_resume=ORDER)
     """Order of samples. single: one pass over the shuffled index; cyclic: repeated passes, each with a new shuffle."""

@@ -15,7 +15,7 @@ from megatrain.config.schema.resume_class import (
     is_turned_off,
     is_turned_on,
 )
-from megatrain.config.schema.setting import ARGS, EVALUATION, Section, setting
+from megatrain.config.schema.setting import ARGS, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _LATENTS, _NO_LATENTS = on("model.multi_latent_attention"), off("model.multi_latent_attention")
@@ -376,12 +376,13 @@ class ModelConfig(Section, on_resume=SHAPE):
         0.0,
         at_least=0,
         on_resume=SAFE,
+        taken_by=ARGS,
         conflicts=conflict("training.loss", why=", whose function has the cross-entropy only"),
     )
     """Coefficient of the z-loss: the squared log-sum-exp of the output logits, per token; logged as `z loss`. Not in Megatron-LM."""
     embedding_multiplier: float = setting(1.0, above=0, on_resume=FUNCTION)
     """Factor of the embedding output; Gemma uses sqrt(hidden size). Not in Megatron-LM."""
-    fp32_residual_connection: bool = setting(False, on_resume=SAFE, taken_by=EVALUATION)
+    fp32_residual_connection: bool = setting(False, on_resume=SAFE, taken_by=ARGS)
     """Keep the residual stream in fp32."""
     untie_embeddings_and_output_weights: bool = setting(False, adapts=is_turned_on)
     """Use separate weights for embedding and output layer."""
@@ -453,7 +454,7 @@ class ModelConfig(Section, on_resume=SHAPE):
     )
     """Use the weights of the first depth of multi-token prediction in all depths."""
     mtp_loss_scaling_factor: float = setting(
-        0.1, at_least=0, on_resume=SAFE, needs=on("model.mtp_num_layers")
+        0.1, at_least=0, on_resume=SAFE, taken_by=ARGS, needs=on("model.mtp_num_layers")
     )
     """Factor of the mean of the losses of multi-token prediction in the loss of training."""
     make_vocab_size_divisible_by: int = setting(128, at_least=1, on_resume=SAFE, taken_by=ARGS)

@@ -49,7 +49,7 @@ class TrainingConfig(Section, on_resume=SAFE):
         taken_by=EVALUATION,
         conflicts=tuple(
             conflict(f"training.{other}", why=": both set the batch size")
-            for other in ("rampup_batch_size", "global_batch_size", "decrease_batch_size_if_needed")
+            for other in ("rampup_batch_size", "decrease_batch_size_if_needed")
         ),
     )
     """Global batch sizes from given numbers of tokens on, such as '0:768 250B:1536 500B:3072'; K, M, B and T are powers of 1000."""
@@ -106,13 +106,14 @@ class TrainingConfig(Section, on_resume=SAFE):
     """Also evaluate before the first iteration, on the samples of the first evaluation. Not in Megatron-LM."""
     eval_with_ema: bool = setting(
         False,
+        taken_by=EVALUATION,
         needs=on("optimizer.ema_decay"),
         conflicts=(
             *(
                 conflict(
                     path,
                     why=": the run loads the weights alone",
-                    fix="write the average as a checkpoint with megatrain checkpoint average --ema, and --load it",
+                    fix="add --no-eval-with-ema, or --load a checkpoint of megatrain checkpoint average --ema",
                 )
                 for path in ("training.eval_only", "training.skip_train")
             ),

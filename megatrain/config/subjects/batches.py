@@ -188,6 +188,18 @@ def changing_batches_require_samples(draft: Draft) -> Problems:
             )
 
 
+@rule
+def steps_end_with_the_batch_size(draft: Draft) -> Problems:
+    """A saved configuration has both, where they agree."""
+    training, last = draft.config.training, sizes_of_batches(draft).rule.sizes[-1]
+    if training.step_batch_size_schedule is not None and training.global_batch_size != last:
+        yield Problem(
+            f"--global-batch-size {training.global_batch_size} is not supported together with --step-batch-size-schedule"
+            f" {training.step_batch_size_schedule}: both set the batch size",
+            f"remove {located(draft, 'training.global_batch_size')}",
+        )
+
+
 @note("result")
 def batch_is_decreased(draft: Draft) -> Notes:
     training, passes = draft.config.training, draft.derived.num_microbatches

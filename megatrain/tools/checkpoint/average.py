@@ -4,7 +4,7 @@ iter_0000100 ─┐  boxes of at most 64 MB
 iter_0000200 ─┼─> mean in fp64, box by box ─> iter_0000300 of TARGET      LAWA (arXiv:2209.14981): steps of one run
 iter_0000300 ─┘                                                           model soups (arXiv:2203.05482): several runs
 
-The checkpoints may be of any layout. State and configuration are those of the last one.
+The checkpoints may be of any layout. State and configuration are those of the last one, whose weights are evaluated.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class MeanReader(TensorReader):
             stored,
             optimizer_step_count=0,
             state={**stored.state, "has_optimizer": False},
+            config={**stored.config, "training": {**stored.config["training"], "eval_with_ema": False}},
             tensors={
                 name: replace(tensor, kinds={WEIGHT: tensor.kinds[WEIGHT]})
                 for name, tensor in stored.tensors.items()

@@ -54,8 +54,6 @@ CASES = {
          ("--rampup-batch-size", "--micro-batch-size 2", "7"), ("multiples of 2", "--decrease-batch-size-if-needed")),
         ("--step-batch-size-schedule 0:4,1k:5 --train-samples 99 --eval-global-batch-size 4", "--train-iters", None,
          ("--step-batch-size-schedule", "--micro-batch-size 2", "5"), ("multiples of 2",)),
-        ("--step-batch-size-schedule 0:4,1k:8 --train-samples 99 --global-batch-size 8", "--train-iters", None,
-         ("--step-batch-size-schedule", "--global-batch-size"), ("remove --", ", or --")),
         ("--step-batch-size-schedule 1k:8 --train-samples 99", "--train-iters", None,
          ("--step-batch-size-schedule '1k:8'",), ("--step-batch-size-schedule '0:8 1k:8'",)),
     ],
@@ -68,6 +66,10 @@ CASES = {
          ("pieces of 2 tokens", "multiples of 4"), ("--seq-length-schedule '0:4,1k:32'",)),
         ("--seq-length 64 --seq-length-schedule 0:2 --context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel",
          "", Facts(world_size=8), ("pieces of 2 tokens", "multiples of 8"), ("--seq-length-schedule '0:8'",)),
+    ],
+    "steps_end_with_the_batch_size": [
+        ("--step-batch-size-schedule 0:4,1k:8 --train-samples 99 --global-batch-size 4", "--train-iters", None,
+         ("--step-batch-size-schedule", "--global-batch-size 4"), ("remove --global-batch-size",)),
     ],
     "changing_batches_require_samples": [
         ("--global-batch-size 16 --rampup-batch-size 4 4 9", "", None,
