@@ -203,15 +203,14 @@ def test_forwarding_gains_where_the_network_is_not_hidden_or_nvlink_is_fast(
 
 @pytest.mark.nightly
 def test_the_reported_layout_of_deepseek_v3_is_searched_and_near_the_fastest() -> None:
-    """Whether it fits is another question: DeepSeek saves the inputs of experts in FP8, this program with --moe-fp8-dispatch."""
-    workload, layout, cluster = V3.planned()
+    """With this program's dispatch in FP8, which saves the inputs of experts in FP8, as DeepSeek does; memory is not searched."""
+    workload, layout, cluster = V3.planned("--moe-alltoall-ranks-per-host 1 --moe-fp8-dispatch")
     found = [
         one
         for one in layouts(workload, 2048, 8, (1,))
         if (one.recompute, one.pp, one.cp) == ("selective", 16, 1) and "moe" not in one.modules
     ]
-    with with_reported_dispatch(V3):
-        times = {one: step_time(workload, one, cluster, is_simulated=False).total for one in found}
+    times = {one: step_time(workload, one, cluster, is_simulated=False).total for one in found}
     reported = dataclasses.replace(layout, modules=next(iter(found)).modules)
     assert reported in times
     assert times[reported] <= 1.02 * min(times.values())
