@@ -138,7 +138,7 @@ def restored(row: dict[str, Any]) -> Plan:
 @pytest.mark.parametrize("row", RESTORE["rows"], ids=lambda row: row["what"])
 def test_a_restored_schedule_is_megatrons(row: dict[str, Any]) -> None:
     if "raises" in row:
-        with pytest.raises(Exception, match=r"--lr: the checkpoint has 0\.0003, this run 1\.0"):
+        with pytest.raises(Exception, match=r"--lr: the checkpoint has 0\.0003, this run 1\n"):
             restored(row)
         return
     schedules = build_schedules(restored(row))
