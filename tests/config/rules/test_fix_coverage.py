@@ -46,6 +46,7 @@ REACHED_OTHERWISE = {
     ("subjects/fp8.py", "fp8_recipe_is_supported", 2): "needs Transformer Engine on a Blackwell GPU",
     ("schema/tokenizer.py", "tokenizer_problems", 1): "the command line checks choices",
     ("subjects/layers.py", "linears_divide_over_ranks", 0): "a part of the user's own: tests/extending",
+    ("subjects/layers.py", "custom_layers_go_on", 0): "a function of the user's own: test_rules_resume.py",
     ("subjects/layers.py", "parts_read_whole_samples", 0): "a part of the user's own: tests/extending",
     ("subjects/layers.py", "parts_read_whole_samples", 1): "a part of the user's own: tests/extending",
 }
