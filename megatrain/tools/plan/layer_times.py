@@ -196,12 +196,12 @@ class LayerTimes:
     def _sent_codes(self, experts: ExpertsSpec, hidden: int) -> Times:
         """Return the times of tokens, and of gradients of sums, that are sent in FP8.
 
-        Tokens are cast, and copied to rows with their scales; experts' rows are permuted as codes, and decoded.
+        Tokens are cast, and copied to rows with their scales; those that a rank receives are decoded.
         """
-        tokens = self.tokens / self.layout.tp
-        rows = tokens * experts.top_k * self.layout.etp
-        seconds = self.cluster.cast_seconds(3 * (tokens + rows) * hidden)
-        seconds += self.cluster.memory_seconds(2 * (tokens - rows) * hidden)
+        tokens, ep = self.tokens / self.layout.tp, self.layout.ep
+        received = tokens * self.layout.etp * ep * experts.router.share_of_tokens(ep)
+        seconds = self.cluster.cast_seconds(3 * (tokens + received) * hidden)
+        seconds += self.cluster.memory_seconds(2 * tokens * hidden)
         return Times(seconds, seconds) + self._sent(experts, tokens * (hidden + SCALE_BYTES))
 
     def _sent(self, experts: ExpertsSpec, row: float) -> Times:
