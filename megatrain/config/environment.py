@@ -21,6 +21,8 @@ from pathlib import Path
 from megatrain.config.errors import Problem
 
 DEFAULT_PORT = 29500
+NO_WORKSPACE = ":0:0"
+"""CUBLAS_WORKSPACE_CONFIG with which matrix products have no memory of their own."""
 _FIRST_DERIVED_PORT, _NUM_DERIVED_PORTS = 15000, 15000
 """Range of ports below the ephemeral ports of operating systems."""
 _SHORTEST_SECRET = 6

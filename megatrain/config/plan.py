@@ -116,6 +116,8 @@ class Derived(CheckedSection):
     """Layers of each virtual stage: pp * chunks."""
     tower_layers: tuple[int, ...] = OPEN
     """Layers of the vision tower of each virtual stage; empty: the first has them all."""
+    cublas_workspace: str | None = OPEN
+    """CUBLAS_WORKSPACE_CONFIG in training; None: not set."""
     cuda_graphs: bool = OPEN
     """True if the passes of training are CUDA graphs."""
     graphs_in_turn: bool = OPEN

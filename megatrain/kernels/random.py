@@ -1,8 +1,8 @@
 """Random numbers that depend only on a key and a position: normal, uniform, and dropout masks.
 
-    key (seed, name), counter (position) -> Philox4x32-10 -> 32 random bits ─┬─ inverse normal distribution
-                                                                            ├─ (bits + 1/2) / 2^32
-                                                                            └─ kept unless below p
+    key (seed, name), counter (position) ─┬─ Philox4x32-10 -> 32 random bits ─┬─ inverse normal distribution
+                                          │                                   └─ (bits + 1/2) / 2^32
+                                          └─ Philox4x32-7 -> 16 random bits ─── kept unless below p
 
 The same numbers result under every layout, in every chunking, in recomputed forward passes, after a restart, and from the
 fused kernels: each rank fills just its box of a tensor, or its tokens' rows. Normal numbers use only integer operations and
@@ -25,6 +25,7 @@ from torch.autograd import Function
 
 from megatrain.kernels.fused import random as fused
 from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.fused.random import NUMBERS
 from megatrain.kernels.sums import ColumnSums, column_sums_reference
 
 WORDS = 4
@@ -74,26 +75,36 @@ def fill_uniform(out: Tensor, rows: Tensor, *, key: int, low: float, high: float
         rows: row numbers in the whole run (such as tokens), int64 [rows], in any order.
         key: from `stream_key`.
     """
-    for part, words in _words_of_rows(rows, out.shape[1], key):
+    columns = out.shape[1]
+    counters_per_row = -(-columns // WORDS)
+    counter = torch.arange(counters_per_row, dtype=torch.int64, device=rows.device)
+    for part in _chunks(len(rows), counters_per_row):
+        counters = _counters(rows[part, None] * counters_per_row + counter)
+        words = torch.stack(philox(counters, key), dim=-1).flatten(1)[:, :columns]
         out[part] = (words.double() + 0.5) * ((high - low) / 2**32) + low
 
 
 def keep_mask(rows: Tensor, num_columns: int, *, key: int, p: float) -> Tensor:
     """Return a dropout mask: True where an element is kept.
 
+    The counter is (column // 8, row), with a number of 16 bits for each of 8 columns, after 7 rounds (`attention_keep_mask`).
+
     Args:
         rows: row numbers in the whole run (a token, or a query of a head), int64 [...], in any order.
         num_columns: elements per row.
         key: from `stream_key`.
-        p: dropout probability.
+        p: dropout probability, rounded to a multiple of 2^-16.
     Returns:
         bool [..., num_columns].
     """
-    flat = rows.flatten()
-    kept = torch.empty(flat.numel(), num_columns, dtype=torch.bool, device=rows.device)
-    for part, words in _words_of_rows(flat, num_columns, key):
-        torch.ge(words, round(p * 2**32), out=kept[part])
-    return kept.view(*rows.shape, num_columns)
+    flat, counters_per_row = rows.flatten(), -(-num_columns // NUMBERS)
+    kept = torch.empty(len(flat), counters_per_row, NUMBERS, dtype=torch.bool, device=rows.device)
+    for part in _chunks(len(flat), counters_per_row):
+        row, column = flat[part, None], torch.arange(counters_per_row, device=rows.device)
+        words = philox((column, row & _LOW, row >> 32, torch.zeros_like(row)), key, rounds=7)
+        for number in range(NUMBERS):
+            kept[part, :, number] = _number(words, number) >= dropout_threshold(p)
+    return kept.flatten(1)[:, :num_columns].unflatten(0, rows.shape)
 
 
 def drop(
@@ -105,7 +116,7 @@ def drop(
     p: float,
     dx_sums: ColumnSums | None = None,
 ) -> Tensor:
-    """Return x times 1 / (1 - p) where the mask of `keep_mask` is True, else 0; the backward pass computes the mask again.
+    """Return x times `dropout_factor` where the mask of `keep_mask` is True, else 0; the backward pass computes the mask again.
 
     Args:
         x: [..., columns].
@@ -120,7 +131,7 @@ def drop(
 
 def drop_reference(x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None = None) -> Tensor:
     """Compute it with torch operators."""
-    dropped = (x * (1 / (1 - p))).masked_fill_(~keep_mask(rows, x.shape[-1], key=key, p=p), 0)
+    dropped = (x * dropout_factor(p)).masked_fill_(~keep_mask(rows, x.shape[-1], key=key, p=p), 0)
     return dropped if residual is None else residual + dropped
 
 
@@ -138,7 +149,7 @@ class _Drop(Function):
         ctx.save_for_backward(rows)
         ctx.key, ctx.p, ctx.dtype, ctx.adds, ctx.dx_sums = key, p, x.dtype, residual is not None, dx_sums
         return (
-            fused.drop(x, rows, key, p, residual)
+            fused.drop(x, rows, key, dropout_threshold(p), residual)
             if is_fused(x)
             else drop_reference(x, rows, key, p, residual)
         )
@@ -152,16 +163,21 @@ class _Drop(Function):
             if sums is not None:
                 sums.parts = (column_sums_reference(dx),)
         elif sums is None:
-            dx = fused.drop(dy, rows, ctx.key, ctx.p)
+            dx = fused.drop(dy, rows, ctx.key, dropout_threshold(ctx.p))
         else:
-            dx, of_columns = fused.drop_with_sums(dy, rows, ctx.key, ctx.p)
+            dx, of_columns = fused.drop_with_sums(dy, rows, ctx.key, dropout_threshold(ctx.p))
             sums.parts = (of_columns,)
         return dx, None, grads[0] if ctx.adds else None, None, None, None
 
 
-def attention_dropout_threshold(p: float) -> int:
-    """Return p in units of 2^-16."""
+def dropout_threshold(p: float) -> int:
+    """Return p in units of 2^-16: numbers of 16 bits below it drop an element."""
     return min(round(p * 2**16), 2**16 - 1)
+
+
+def dropout_factor(p: float) -> float:
+    """Return the factor of elements that are kept: 1 / (1 - p), for p as rounded."""
+    return 2**16 / (2**16 - dropout_threshold(p))
 
 
 def attention_keep_mask(heads: Tensor, queries: Tensor, keys: range, *, key: int, p: float) -> Tensor:
@@ -185,22 +201,21 @@ def attention_keep_mask(heads: Tensor, queries: Tensor, keys: range, *, key: int
     column = torch.arange(8 * first, 8 * (first + blocks), device=heads.device)
     heads = heads[..., None, None]
     words = philox((column, queries[:, None], heads & _LOW, heads >> 32), key, rounds=7)
-    kept = torch.empty(*words[0].shape[:-1], blocks, 8, 8, dtype=torch.bool, device=heads.device)
-    for number in range(8):
-        numbers = (words[number // 2] >> 16 * (number % 2)) & 0xFFFF
-        kept[..., number, :] = (numbers >= attention_dropout_threshold(p)).unflatten(-1, (blocks, 8))
+    kept = torch.empty(*words[0].shape[:-1], blocks, NUMBERS, 8, dtype=torch.bool, device=heads.device)
+    for number in range(NUMBERS):
+        is_kept = _number(words, number) >= dropout_threshold(p)
+        kept[..., number, :] = is_kept.unflatten(-1, (blocks, NUMBERS))
     return kept.flatten(-3)[..., keys.start - KEY_BLOCK * first :][..., : len(keys)]
 
 
-def _words_of_rows(rows: Tensor, num_columns: int, key: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield chunks of rows and their random words, int64 [chunk, columns]."""
-    counters_per_row = -(-num_columns // WORDS)
-    columns = torch.arange(counters_per_row, dtype=torch.int64, device=rows.device)
-    rows_per_chunk = max(1, ROW_CHUNK_COUNTERS // counters_per_row)
-    for first in range(0, rows.numel(), rows_per_chunk):
-        part = slice(first, first + rows_per_chunk)
-        counters = rows[part, None] * counters_per_row + columns
-        yield part, torch.stack(philox(_counters(counters), key), dim=-1).flatten(1)[:, :num_columns]
+def _number(words: Counters, number: int) -> Tensor:
+    """Return one of the eight numbers of 16 bits of counters."""
+    return (words[number // 2] >> 16 * (number % 2)) & 0xFFFF
+
+
+def _chunks(num_rows: int, counters_per_row: int) -> Iterator[slice]:
+    size = max(1, ROW_CHUNK_COUNTERS // max(counters_per_row, 1))
+    return (slice(first, first + size) for first in range(0, num_rows, size))
 
 
 def fill_normal_reference(

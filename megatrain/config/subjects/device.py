@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.environment import NO_WORKSPACE
 from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
@@ -19,6 +20,9 @@ from megatrain.config.subjects.experts import experts_are_split
 from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE
 
 _CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
+"""Those with which cuBLAS is deterministic; the first has buffers as large as on Hopper by default."""
+_SMALLEST_WEIGHT: Final = 2**20
+"""Elements on a rank of weights whose gradient cuBLAS computes as fast without sums over parts of the tokens (H200, 16,384 tokens)."""
 TRIED: Final = ("auto", "transformer_engine")
 """Kinds with which graphs stay if steps are faster with them; all kinds record a whole micro-batch, or a pass of a pipeline stage."""
 _MOST_GRAPHS: Final = 32
@@ -79,6 +83,40 @@ def cublas_is_deterministic(draft: Draft) -> Problems:
             f"--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is {given!r}, with which GEMMs may be nondeterministic",
             f"unset CUBLAS_WORKSPACE_CONFIG, or set it to {_CUBLAS_WORKSPACES[0]}",
         )
+
+
+@derives("derived.cublas_workspace")
+def cublas_workspace(draft: Draft) -> DerivedValue:
+    """Decide the work space of matrix products. Without one cuBLAS takes kernels that start without clearing a counter, 3 us earlier."""
+    given, training = draft.facts.cublas_workspace, draft.config.training
+    if given is not None:
+        return DerivedValue(given, "CUBLAS_WORKSPACE_CONFIG")
+    if training.device == "cuda" and training.deterministic_mode:
+        return DerivedValue(_CUBLAS_WORKSPACES[0], "--deterministic-mode")
+    reason = next(_why_products_have_a_workspace(draft), None)
+    return DerivedValue(
+        None if reason else NO_WORKSPACE, reason or "large products start earlier without a work space"
+    )
+
+
+def _why_products_have_a_workspace(draft: Draft) -> Iterator[str]:
+    parallel, spec, derived = draft.config.parallel, draft.derived.model_spec, draft.derived
+    if draft.config.training.device != "cuda":
+        yield "a CPU has none"
+    if draft.config.precision.params_dtype not in ("bfloat16", "float16") or derived.fp8_layers:
+        yield "it was measured with 16-bit factors"
+    if derived.transformer_impl == TRANSFORMER_ENGINE:
+        yield "Transformer Engine's products have their own"
+    tp = parallel.tensor_model_parallel_size
+    if derived.world_size > tp or (tp > 1 and not parallel.tp_comm_overlap):
+        yield "collectives take multiprocessors, on which other kernels share work better"
+    if spec.vision is not None or spec.lora is not None or draft.config.experts.num_experts is not None:
+        yield "adapters, routers and towers have small products"
+    linears = (one for layer in spec.all_layers for one in layer.linears(spec.hidden_size))
+    sizes = (one.inputs * sum(piece.size for piece in one.pieces) / tp for one in linears)
+    smallest = min(sizes, default=0)
+    if smallest < _SMALLEST_WEIGHT:
+        yield f"the smallest weight has {smallest:,.0f} elements, and is summed over parts of the tokens"
 
 
 @derives("precision.params_dtype")

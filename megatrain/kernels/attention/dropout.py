@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatrain.kernels.random import KEY_BLOCK, attention_dropout_threshold, attention_keep_mask
+from megatrain.kernels.random import KEY_BLOCK, attention_keep_mask, dropout_factor, dropout_threshold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,12 @@ class Dropout:
     @property
     def threshold(self) -> int:
         """Numbers of 16 bits that drop a probability: those below it."""
-        return attention_dropout_threshold(self.p)
+        return dropout_threshold(self.p)
 
     @property
     def factor(self) -> float:
         """Factor of the probabilities that are kept."""
-        return 2**16 / (2**16 - self.threshold)
+        return dropout_factor(self.p)
 
     @property
     def has_whole_blocks(self) -> bool:

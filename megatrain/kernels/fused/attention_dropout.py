@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
+from megatrain.kernels.fused.random import philox
 
 _QUERIES, _BYTES = 32, 64
 """Sizes of a tile of the stored mask."""
@@ -174,13 +175,7 @@ def _upper_bits(column, query, number, head, key):
 
 @jit
 def _philox(column, query, head, key):
-    """Return the four words of Philox4x32-7; operands are broadcast in the round that first combines them."""
-    c0, c1 = column.to(tl.uint32), query.to(tl.uint32)
+    """Return the four words of Philox4x32-7."""
     c2, c3 = tl.cast(head[0], tl.uint32), tl.cast(head[1], tl.uint32)
     k0, k1 = tl.cast(key[0], tl.uint32), tl.cast(key[1], tl.uint32)
-    for _ in tl.static_range(7):
-        product_0, product_1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
-        c0, c2 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0, (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1, c3 = product_1.to(tl.uint32), product_0.to(tl.uint32)
-        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
-    return c0, c1, c2, c3
+    return philox(column.to(tl.uint32), query.to(tl.uint32), c2, c3, k0, k1, 7)

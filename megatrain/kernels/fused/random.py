@@ -8,12 +8,15 @@ import struct
 import torch
 from torch import Tensor
 
-from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
-from megatrain.kernels.fused.sums import PROGRAMS
+from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 
 _BLOCK = 512
 _COUNTERS = 256
-"""Elements of a program: normal numbers, and counters of dropout, which have four each."""
+"""Elements of a program: normal numbers, and counters of dropout."""
+_SUMMING_PROGRAMS = 132 * 7
+"""Programs that sum columns: enough to saturate an H200's memory bandwidth, and one launch adds what they leave (`sums`)."""
+NUMBERS = 8
+"""Numbers of 16 bits of a counter."""
 
 
 def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float, std: float) -> None:
@@ -27,33 +30,48 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
     )  # fmt: skip
 
 
-def drop(x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None = None) -> Tensor:
-    """Implement `kernels.random.drop`, for p in [0, 1 - 2^-32]."""
+def drop(x: Tensor, rows: Tensor, key: int, threshold: int, residual: Tensor | None = None) -> Tensor:
+    """Implement `kernels.random.drop`; numbers below `threshold` drop elements."""
     out = torch.empty_like(x if residual is None else residual, memory_format=torch.contiguous_format)
-    _launch_drop(out, x, rows, key, p, residual, None)
+    _launch_drop(out, x, rows, key, threshold, residual, None)
     return out
 
 
-def drop_with_sums(x: Tensor, rows: Tensor, key: int, p: float) -> tuple[Tensor, Tensor]:
+def drop_with_sums(x: Tensor, rows: Tensor, key: int, threshold: int) -> tuple[Tensor, Tensor]:
     """Return the same and rows whose sum is that of its columns, fp32 [rows, columns]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    programs = min(rows.numel(), cdiv(PROGRAMS, cdiv(x.shape[-1], 4 * _COUNTERS)))
+    counters, tile_rows = _tile(x.shape[-1])
+    programs = min(
+        cdiv(rows.numel(), tile_rows), cdiv(_SUMMING_PROGRAMS, cdiv(x.shape[-1], NUMBERS * counters))
+    )
     sums = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
-    _launch_drop(out, x, rows, key, p, None, sums)
+    _launch_drop(out, x, rows, key, threshold, None, sums)
     return out, sums
 
 
+def _tile(columns: int) -> tuple[int, int]:
+    """Return the counters of a row, and the rows, of a program's tile."""
+    counters = min(_COUNTERS, power_of_two(cdiv(columns, NUMBERS)))
+    return counters, _COUNTERS // counters
+
+
 def _launch_drop(
-    out: Tensor, x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None, sums: Tensor | None
+    out: Tensor,
+    x: Tensor,
+    rows: Tensor,
+    key: int,
+    threshold: int,
+    residual: Tensor | None,
+    sums: Tensor | None,
 ) -> None:
-    """Run a program for each row, or as many as there are rows of sums."""
+    """Run a program for each tile of rows, or as many as there are rows of sums."""
     x, rows, columns = x.contiguous(), rows.contiguous(), x.shape[-1]
-    counters, programs = cdiv(columns, 4), rows.numel() if sums is None else len(sums)
+    counters, tile_rows = _tile(columns)
     launch(
-        _drop, (programs, cdiv(counters, _COUNTERS)),
-        x, x if residual is None else residual.contiguous(), out, x if sums is None else sums, rows, rows.numel(), columns, counters,
-        *halves("<Q", key), halves("<Q", round(p * 2**32))[0], 1 / (1 - p),
-        ADDS=residual is not None, HAS_SUMS=sums is not None, COUNTERS=_COUNTERS,
+        _drop, (cdiv(rows.numel(), tile_rows) if sums is None else len(sums), cdiv(columns, NUMBERS * counters)),
+        x, x if residual is None else residual.contiguous(), out, x if sums is None else sums, rows, rows.numel(), columns,
+        *halves("<Q", key), threshold, 2**16 / (2**16 - threshold),
+        ADDS=residual is not None, HAS_SUMS=sums is not None, ROWS=tile_rows, COUNTERS=counters,
     )  # fmt: skip
 
 
@@ -72,25 +90,22 @@ def _long(low, high):
 
 
 @jit
-def _words(counter, key_low, key_high):
-    """Return the four words of Philox4x32-10 at these counters."""
-    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
-    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
-    k0, k1 = tl.cast(key_low, tl.uint32), tl.cast(key_high, tl.uint32)
-    m0, m1 = tl.full((), 0xD2511F53, tl.uint32), tl.full((), 0xCD9E8D57, tl.uint32)
-    w0, w1 = tl.full((), 0x9E3779B9, tl.uint32), tl.full((), 0xBB67AE85, tl.uint32)
-    for _ in tl.static_range(10):
-        high_0, high_1 = tl.umulhi(c0, m0 + tl.zeros_like(c0)), tl.umulhi(c2, m1 + tl.zeros_like(c2))
-        low_0, low_1 = c0 * m0, c2 * m1
-        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
-        k0, k1 = k0 + w0, k1 + w1
+def philox(c0, c1, c2, c3, k0, k1, ROUNDS: tl.constexpr):
+    """Return the four words of Philox4x32, uint32; operands are broadcast in the round that first combines them."""
+    for _ in tl.static_range(ROUNDS):
+        product_0, product_1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0, (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = product_1.to(tl.uint32), product_0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
     return c0, c1, c2, c3
 
 
 @jit
 def _word(counter, word, key_low, key_high):
-    """Return one of the four words."""
-    c0, c1, c2, c3 = _words(counter, key_low, key_high)
+    """Return one of the four words of Philox4x32-10 at these counters."""
+    zero = tl.zeros_like(counter).to(tl.uint32)
+    k0, k1 = tl.cast(key_low, tl.uint32), tl.cast(key_high, tl.uint32)
+    c0, c1, c2, c3 = philox(counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero, k0, k1, 10)
     return tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
 
 
@@ -168,23 +183,38 @@ def _normal(
 
 @functools.partial(jit, any_value=("num_rows", "key_low", "key_high", "threshold"))
 def _drop(
-    X, ADDED, OUT, SUMS, ROW, num_rows, columns, counters_per_row, key_low, key_high, threshold, factor,
-    ADDS: tl.constexpr, HAS_SUMS: tl.constexpr, COUNTERS: tl.constexpr,
+    X, ADDED, OUT, SUMS, ROW, num_rows, columns, key_low, key_high, threshold, factor,
+    ADDS: tl.constexpr, HAS_SUMS: tl.constexpr, ROWS: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    counter = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
-    column = tl.program_id(1) * COUNTERS * 4 + tl.arange(0, COUNTERS * 4)
-    inside = column < columns
-    total = tl.zeros([COUNTERS * 4], dtype=tl.float32)
-    for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
-        c0, c1, c2, c3 = _words(tl.load(ROW + row) * counters_per_row + counter, key_low, key_high)
-        word = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))  # in the order of the columns
-        x = tl.load(X + row * columns + column, mask=inside, other=0).to(tl.float32)
-        out = tl.where(word >= tl.cast(threshold, tl.uint32), x * factor, 0)
+    counter = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)[None, :]
+    column = tl.program_id(1) * COUNTERS * 8 + tl.arange(0, COUNTERS * 8)
+    is_column = column < columns
+    total = tl.zeros([ROWS, COUNTERS * 8], dtype=tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        index = row[:, None] * columns + column[None, :]
+        inside = (row < num_rows)[:, None] & is_column[None, :]
+        x = tl.load(X + index, mask=inside, other=0).to(tl.float32)
+        number = tl.load(ROW + row, mask=row < num_rows, other=0)[:, None]
+        bits = _upper_bits(counter, number, key_low, key_high)
+        out = tl.where(bits >= (tl.cast(threshold, tl.uint32) << 16), x * factor, 0)
         if HAS_SUMS:
             total += out
         if ADDS:
-            added = tl.load(ADDED + row * columns + column, mask=inside, other=0).to(tl.float32)
+            added = tl.load(ADDED + index, mask=inside, other=0).to(tl.float32)
             out = added + out.to(X.dtype.element_ty).to(tl.float32)
-        tl.store(OUT + row * columns + column, out.to(OUT.dtype.element_ty), mask=inside)
+        tl.store(OUT + index, out.to(OUT.dtype.element_ty), mask=inside)
     if HAS_SUMS:
-        tl.store(SUMS + tl.program_id(0) * columns + column, total, mask=inside)
+        tl.store(SUMS + tl.program_id(0) * columns + column, tl.sum(total, axis=0), mask=is_column)
+
+
+@jit
+def _upper_bits(counter, row, key_low, key_high):
+    """Return 32 bits for each column, whose upper 16 are its number: those of eight columns lie in one counter."""
+    k0, k1 = tl.cast(key_low, tl.uint32), tl.cast(key_high, tl.uint32)
+    of_row = row.to(tl.uint32), (row >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = philox(counter.to(tl.uint32), of_row[0], of_row[1], tl.zeros_like(of_row[1]), k0, k1, 7)
+    even = tl.interleave(
+        tl.interleave(w0, w2), tl.interleave(w1, w3)
+    )  # word j has the numbers 2 j and 2 j + 1
+    return tl.interleave(even << 16, even)

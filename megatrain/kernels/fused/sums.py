@@ -10,7 +10,8 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 _ROWS, _COLUMNS = 32, 128
 """Tile size: each row of a tile is 256 contiguous bytes in bf16."""
 _FEW_ROWS = 1024
-"""As many rows, as kernels leave them, are summed by one launch, in tiles of four times the rows of a quarter of the columns."""
+"""As many rows, as kernels leave them, are summed by one launch, a program for every 8 columns."""
+_FEW_COLUMNS = 8
 PROGRAMS = 132 * 8
 """Number of programs that saturates an H200's memory bandwidth."""
 _BLOCK = 2048
@@ -25,15 +26,14 @@ def add_column_sums(total: Tensor, x: Tensor, second: Tensor | None = None) -> N
         strips = cdiv(columns, _COLUMNS)
         groups = min(cdiv(rows, _ROWS), cdiv(PROGRAMS, strips))
         sums = torch.empty(groups, columns, dtype=torch.float32, device=x.device)
-        tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
         launch(
-            _sum, (strips, groups), x, sums, x, rows, columns, 0, groups, ADDS=False, HAS_SECOND=False, **tile
-        )
+            _sum, (strips, groups), x, sums, x, rows, columns, 0, groups,
+            ADDS=False, HAS_SECOND=False, ROWS=_ROWS, COLUMNS=_COLUMNS,
+        )  # fmt: skip
         x, rows = sums, groups
-    tile = {"ROWS": 4 * _ROWS, "COLUMNS": _COLUMNS // 4}
     launch(
-        _sum, (cdiv(columns, _COLUMNS // 4), 1), x, total, total if second is None else second, rows, columns, total.numel(), 1,
-        ADDS=True, HAS_SECOND=second is not None, **tile,
+        _sum, (cdiv(columns, _FEW_COLUMNS), 1), x, total, total if second is None else second, rows, columns, total.numel(), 1,
+        ADDS=True, HAS_SECOND=second is not None, ROWS=128, COLUMNS=_FEW_COLUMNS, num_warps=8,
     )  # fmt: skip
 
 

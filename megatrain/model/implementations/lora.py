@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.model_spec.lora import LoraSpec, adapter_names, is_adapter
-from megatrain.kernels.random import keep_mask, stream_key
+from megatrain.kernels.random import dropout_factor, keep_mask, stream_key
 from megatrain.model.implementations.fake_quantized import apply_activation
 from megatrain.model.implementations.local import LocalColumnLinear, LocalRowLinear, bias_of
 from megatrain.model.implementations.local_builder import LocalBuilder, alone
@@ -127,7 +127,7 @@ class AdapterDropout:
         tokens = self.split.token_indices(rows, samples, info, x.device)
         kept = keep_mask(tokens, self.num_columns, key=self.key, p=self.p)
         kept = kept[..., self.first : self.first + columns]
-        return (x * (1 / (1 - self.p))).masked_fill(~kept, 0)
+        return (x * dropout_factor(self.p)).masked_fill(~kept, 0)
 
     def recompute(self, recompute_fn: functools.partial[Tensor], info: PassInfo) -> functools.partial[Tensor]:
         """Return a `recompute_fn` of `column_linear` that also drops."""

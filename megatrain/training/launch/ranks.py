@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatrain.config import Facts, Plan, Request
 from megatrain.config.environment import (
+    NO_WORKSPACE,
     LaunchEnvironment,
     has_expandable_segments,
     read_environment,
@@ -255,6 +256,9 @@ def _join_groups(
     device = _select_device(plan, environment)
     if plan.config.training.deterministic_mode and device.type == "cuda":
         use_deterministic_operations()
+    if plan.derived.cublas_workspace == NO_WORKSPACE:
+        set_unless_given("CUBLAS_WORKSPACE_CONFIG", NO_WORKSPACE)
+        set_unless_given("CUBLASLT_WORKSPACE_SIZE", "0")
     check_triton_cache(plan)
     start_imports(plan, console.print)
     if store is not None:

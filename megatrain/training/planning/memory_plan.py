@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatrain.config import Plan
 from megatrain.config.derive.vision import sample_length
+from megatrain.config.environment import NO_WORKSPACE
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
@@ -249,7 +250,8 @@ def record_step(
         by_class[memory_class] += storage.num_bytes
     if not plan.config.data.pack_documents:  # whose sizes and number are not known
         by_class["other"] += (plan.derived.num_microbatches - num_microbatches) * batch_bytes
-    by_class["other"] += CUBLAS_BYTES if plan.config.training.device == "cuda" else 0
+    has_workspace = plan.config.training.device == "cuda" and plan.derived.cublas_workspace != NO_WORKSPACE
+    by_class["other"] += CUBLAS_BYTES if has_workspace else 0
     by_class["other"] -= resident_memory(engine.optimizer, engine.model).total
     by_class["temporaries"] += ledger.peak.workspace
     if plan.derived.cuda_graphs:  # which keep the memory of their passes

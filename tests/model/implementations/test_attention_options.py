@@ -11,7 +11,7 @@ from torch import Tensor
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.model_spec.norm import NormSpec
-from megatrain.kernels.random import attention_dropout_threshold, attention_keep_mask, stream_key
+from megatrain.kernels.random import attention_keep_mask, dropout_threshold, stream_key
 from megatrain.model.implementations.local_builder import LocalBuilder
 from megatrain.model.layouts import Columns, columns_bias_layout
 from megatrain.parallel.batch import PassInfo
@@ -47,7 +47,7 @@ def reference(
         heads = torch.arange(info.first_sample, info.first_sample + B)[:, None] * HEADS + torch.arange(HEADS)
         key = stream_key(3, f"{NAME}.dropout")
         kept = attention_keep_mask(heads, torch.arange(S), range(S), key=key, p=spec.dropout)
-    dropped = attention_dropout_threshold(spec.dropout) / 2**16 if info.is_training else 0
+    dropped = dropout_threshold(spec.dropout) / 2**16 if info.is_training else 0
     factor = 1 / (1 - dropped)
     out = torch.zeros(S, B, HEADS, v.shape[-1], dtype=q.dtype)
     for b in range(B):
