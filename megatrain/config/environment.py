@@ -22,7 +22,12 @@ from megatrain.config.errors import Problem
 
 DEFAULT_PORT = 29500
 NO_WORKSPACE = ":0:0"
-"""CUBLAS_WORKSPACE_CONFIG with which matrix products have no memory of their own."""
+"""CUBLAS_WORKSPACE_CONFIG without a workspace."""
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+"""Those with which cuBLAS is deterministic; the first has buffers as large as on Hopper by default."""
+_WORKSPACE, _WORKSPACE_OF_LT = "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"
+_OWN_WORKSPACE = "MEGATRAIN_CUBLAS_WORKSPACE"
+"""Set with `_WORKSPACE` by a rank, and no user: ranks join again after a restart in the job."""
 _FIRST_DERIVED_PORT, _NUM_DERIVED_PORTS = 15000, 15000
 """Range of ports below the ephemeral ports of operating systems."""
 _SHORTEST_SECRET = 6
@@ -104,7 +109,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> LaunchEnvi
         found = replace(found, rank=rank, world_size=world_size, store_port=port)
     return replace(
         found,
-        cublas_workspace=variables.values.get("CUBLAS_WORKSPACE_CONFIG"),
+        cublas_workspace=None if variables.has(_OWN_WORKSPACE) else variables.values.get(_WORKSPACE),
         supervisor=variables.count(_SUPERVISOR) if variables.has(_SUPERVISOR) else None,
         problems=tuple(variables.problems),
     )
@@ -141,6 +146,20 @@ _MPI = (
 def set_unless_given(variable: str, value: str) -> str:
     """Set a variable for a library unless the user has set it. Return its value."""
     return os.environ.setdefault(variable, value)
+
+
+def set_cublas_workspace(value: str | None) -> None:
+    """Set the workspace of GEMMs unless the user has set it; None: cuBLAS's default. torch reads it at the first GEMM of a process."""
+    is_own = _OWN_WORKSPACE in os.environ
+    if _WORKSPACE in os.environ and not is_own:
+        return
+    if is_own:
+        for name in (_OWN_WORKSPACE, _WORKSPACE, _WORKSPACE_OF_LT):
+            os.environ.pop(name, None)
+    if value is not None:
+        os.environ[_OWN_WORKSPACE] = os.environ[_WORKSPACE] = value
+    if value == NO_WORKSPACE:
+        set_unless_given(_WORKSPACE_OF_LT, "0")
 
 
 def has_expandable_segments() -> bool:

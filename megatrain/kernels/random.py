@@ -104,7 +104,7 @@ def keep_mask(rows: Tensor, num_columns: int, *, key: int, p: float) -> Tensor:
         words = philox((column, row & _LOW, row >> 32, torch.zeros_like(row)), key, rounds=7)
         for number in range(NUMBERS):
             kept[part, :, number] = _number(words, number) >= dropout_threshold(p)
-    return kept.flatten(1)[:, :num_columns].unflatten(0, rows.shape)
+    return kept.flatten(1)[:, :num_columns].reshape(*rows.shape, num_columns)
 
 
 def drop(
@@ -177,7 +177,7 @@ def dropout_threshold(p: float) -> int:
 
 def dropout_factor(p: float) -> float:
     """Return the factor of elements that are kept: 1 / (1 - p), for p as rounded."""
-    return 2**16 / (2**16 - dropout_threshold(p))
+    return fused.factor_of_kept(dropout_threshold(p))
 
 
 def attention_keep_mask(heads: Tensor, queries: Tensor, keys: range, *, key: int, p: float) -> Tensor:

@@ -16,6 +16,16 @@ def test_philox_has_the_authors_known_answers() -> None:
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
+def test_masks_are_those_of_seven_rounds() -> None:
+    # From the same file: philox4x32 7, counter and key all zero; a column has the lower half of a word before the upper one.
+    words = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+    assert [int(word) for word in philox(torch.zeros(4, 1, dtype=torch.int64).unbind(), 0, rounds=7)] == words
+    numbers = torch.tensor([half for word in words for half in (word & 0xFFFF, word >> 16)])
+    for p in (0.1, 0.3, 0.7):
+        mask = keep_mask(torch.zeros((), dtype=torch.int64), 8, key=0, p=p)
+        assert torch.equal(mask, numbers >= round(p * 2**16))
+
+
 def test_the_quantile_is_that_of_the_normal_distribution_within_a_float32() -> None:
     bits = torch.cat((torch.arange(0, 2**32, 999_983), torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 1])))
     exact = torch.special.ndtri((bits.double() + 0.5) / 2.0**32)

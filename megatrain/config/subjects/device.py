@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.environment import NO_WORKSPACE
+from megatrain.config.environment import DETERMINISTIC_WORKSPACES, NO_WORKSPACE
 from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Notes, Problems, derives, note, rule, unproven
@@ -19,12 +19,12 @@ from megatrain.config.subjects.attention import has_documents
 from megatrain.config.subjects.experts import experts_are_split
 from megatrain.config.subjects.transformer_engine import TRANSFORMER_ENGINE
 
-_CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
-"""Those with which cuBLAS is deterministic; the first has buffers as large as on Hopper by default."""
 _SMALLEST_WEIGHT: Final = 2**20
-"""Elements on a rank of weights whose gradient cuBLAS computes as fast without sums over parts of the tokens (H200, 16,384 tokens)."""
+_FEWEST_TOKENS: Final = 2048
+"""Elements of a weight on a rank, and tokens of a GEMM, for which cuBLAS was measured to be as fast without a workspace (H200)."""
 TRIED: Final = ("auto", "transformer_engine")
 """Kinds with which graphs stay if steps are faster with them; all kinds record a whole micro-batch, or a pass of a pipeline stage."""
+_HOPPER: Final = 9
 _MOST_GRAPHS: Final = 32
 _DIVISOR: Final = 8
 """Divisor of the widths of experts that one bf16 kernel computes: see `kernels/moe/grouped_gemm.py`."""
@@ -78,45 +78,63 @@ def kernels_can_be_compiled(draft: Draft) -> Problems:
 def cublas_is_deterministic(draft: Draft) -> Problems:
     given, training = draft.facts.cublas_workspace, draft.config.training
     is_deterministic = training.deterministic_mode and training.device == "cuda"
-    if is_deterministic and given is not None and given not in _CUBLAS_WORKSPACES:
+    if is_deterministic and given is not None and given not in DETERMINISTIC_WORKSPACES:
         yield Problem(
             f"--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is {given!r}, with which GEMMs may be nondeterministic",
-            f"unset CUBLAS_WORKSPACE_CONFIG, or set it to {_CUBLAS_WORKSPACES[0]}",
+            f"unset CUBLAS_WORKSPACE_CONFIG, or set it to {DETERMINISTIC_WORKSPACES[0]}",
         )
 
 
 @derives("derived.cublas_workspace")
 def cublas_workspace(draft: Draft) -> DerivedValue:
-    """Decide the work space of matrix products. Without one cuBLAS takes kernels that start without clearing a counter, 3 us earlier."""
+    """Decide the workspace of GEMMs. Without one cuBLAS takes kernels that start without clearing a counter."""
     given, training = draft.facts.cublas_workspace, draft.config.training
     if given is not None:
         return DerivedValue(given, "CUBLAS_WORKSPACE_CONFIG")
     if training.device == "cuda" and training.deterministic_mode:
-        return DerivedValue(_CUBLAS_WORKSPACES[0], "--deterministic-mode")
-    reason = next(_why_products_have_a_workspace(draft), None)
+        return DerivedValue(DETERMINISTIC_WORKSPACES[0], "--deterministic-mode")
+    reason = next(_why_gemms_keep_the_workspace(draft), None)
     return DerivedValue(
-        None if reason else NO_WORKSPACE, reason or "large products start earlier without a work space"
+        None if reason else NO_WORKSPACE, reason or "large GEMMs start earlier without a workspace"
     )
 
 
-def _why_products_have_a_workspace(draft: Draft) -> Iterator[str]:
-    parallel, spec, derived = draft.config.parallel, draft.derived.model_spec, draft.derived
-    if draft.config.training.device != "cuda":
+def _why_gemms_keep_the_workspace(draft: Draft) -> Iterator[str]:
+    """Yield why GEMMs may be slower without a workspace, in which others sum over parts of the tokens, or were not measured."""
+    config, spec, derived = draft.config, draft.derived.model_spec, draft.derived
+    if config.training.device != "cuda":
         yield "a CPU has none"
-    if draft.config.precision.params_dtype not in ("bfloat16", "float16") or derived.fp8_layers:
-        yield "it was measured with 16-bit factors"
+    if (draft.facts.device_capability or (9, 0))[0] != _HOPPER:
+        yield "it was measured on Hopper"
+    if config.precision.params_dtype not in ("bfloat16", "float16") or derived.fp8_layers:
+        yield "it was measured in 16 bits"
     if derived.transformer_impl == TRANSFORMER_ENGINE:
-        yield "Transformer Engine's products have their own"
-    tp = parallel.tensor_model_parallel_size
-    if derived.world_size > tp or (tp > 1 and not parallel.tp_comm_overlap):
-        yield "collectives take multiprocessors, on which other kernels share work better"
-    if spec.vision is not None or spec.lora is not None or draft.config.experts.num_experts is not None:
-        yield "adapters, routers and towers have small products"
-    linears = (one for layer in spec.all_layers for one in layer.linears(spec.hidden_size))
-    sizes = (one.inputs * sum(piece.size for piece in one.pieces) / tp for one in linears)
-    smallest = min(sizes, default=0)
-    if smallest < _SMALLEST_WEIGHT:
-        yield f"the smallest weight has {smallest:,.0f} elements, and is summed over parts of the tokens"
+        yield "GEMMs of Transformer Engine have their own"
+    if config.optimizer.has_matrices or layer_function(config.model.spec) is not None:
+        yield "GEMMs of the optimizer, or of custom layers, may be small"
+    if spec.vision is not None or spec.lora is not None or config.experts.num_experts is not None:
+        yield "GEMMs of towers, adapters and routers are small"
+    tp = config.parallel.tensor_model_parallel_size
+    if derived.world_size > tp or (tp > 1 and not config.parallel.tp_comm_overlap):
+        yield "beside collectives it is no faster"
+    yield from _small_gemms(draft)
+
+
+def _small_gemms(draft: Draft) -> Iterator[str]:
+    config, spec, tp = (
+        draft.config,
+        draft.derived.model_spec,
+        draft.config.parallel.tensor_model_parallel_size,
+    )
+    if config.data.pack_documents or config.data.seq_length_schedule is not None:
+        yield "samples have several lengths"
+    length = min(config.data.seq_length, config.model.decoder_seq_length or config.data.seq_length)
+    if (tokens := config.training.micro_batch_size * length // tp) < _FEWEST_TOKENS:
+        yield f"GEMMs have {tokens:,} tokens"
+    linears = [one for layer in spec.all_layers for one in layer.linears(spec.hidden_size)]
+    sizes = [one.inputs * sum(piece.size for piece in one.pieces) / tp for one in linears]
+    if (smallest := min([*sizes, spec.padded_vocab_size * spec.hidden_size / tp])) < _SMALLEST_WEIGHT:
+        yield f"the smallest weight has {smallest:,.0f} elements"
 
 
 @derives("precision.params_dtype")

@@ -49,6 +49,11 @@ def drop_with_sums(x: Tensor, rows: Tensor, key: int, threshold: int) -> tuple[T
     return out, sums
 
 
+def factor_of_kept(threshold: int) -> float:
+    """Return the factor of elements whose numbers are not below `threshold`."""
+    return 2**16 / (2**16 - threshold)
+
+
 def _tile(columns: int) -> tuple[int, int]:
     """Return the counters of a row, and the rows, of a program's tile."""
     counters = min(_COUNTERS, power_of_two(cdiv(columns, NUMBERS)))
@@ -70,7 +75,7 @@ def _launch_drop(
     launch(
         _drop, (cdiv(rows.numel(), tile_rows) if sums is None else len(sums), cdiv(columns, NUMBERS * counters)),
         x, x if residual is None else residual.contiguous(), out, x if sums is None else sums, rows, rows.numel(), columns,
-        *halves("<Q", key), threshold, 2**16 / (2**16 - threshold),
+        *halves("<Q", key), threshold, factor_of_kept(threshold),
         ADDS=residual is not None, HAS_SUMS=sums is not None, ROWS=tile_rows, COUNTERS=counters,
     )  # fmt: skip
 
@@ -196,7 +201,7 @@ def _drop(
         inside = (row < num_rows)[:, None] & is_column[None, :]
         x = tl.load(X + index, mask=inside, other=0).to(tl.float32)
         number = tl.load(ROW + row, mask=row < num_rows, other=0)[:, None]
-        bits = _upper_bits(counter, number, key_low, key_high)
+        bits = _bits_of_columns(counter, number, key_low, key_high)
         out = tl.where(bits >= (tl.cast(threshold, tl.uint32) << 16), x * factor, 0)
         if HAS_SUMS:
             total += out
@@ -209,12 +214,11 @@ def _drop(
 
 
 @jit
-def _upper_bits(counter, row, key_low, key_high):
+def _bits_of_columns(counter, row, key_low, key_high):
     """Return 32 bits for each column, whose upper 16 are its number: those of eight columns lie in one counter."""
     k0, k1 = tl.cast(key_low, tl.uint32), tl.cast(key_high, tl.uint32)
     of_row = row.to(tl.uint32), (row >> 32).to(tl.uint32)
     w0, w1, w2, w3 = philox(counter.to(tl.uint32), of_row[0], of_row[1], tl.zeros_like(of_row[1]), k0, k1, 7)
-    even = tl.interleave(
-        tl.interleave(w0, w2), tl.interleave(w1, w3)
-    )  # word j has the numbers 2 j and 2 j + 1
+    # Word j has the numbers 2 j, its lower half, and 2 j + 1.
+    even = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     return tl.interleave(even << 16, even)

@@ -23,10 +23,11 @@ import torch.distributed as dist
 
 from megatrain.config import Facts, Plan, Request
 from megatrain.config.environment import (
-    NO_WORKSPACE,
+    DETERMINISTIC_WORKSPACES,
     LaunchEnvironment,
     has_expandable_segments,
     read_environment,
+    set_cublas_workspace,
     set_unless_given,
 )
 from megatrain.config.errors import ConfigError, MegatrainError
@@ -254,11 +255,9 @@ def _join_groups(
 ) -> tuple[torch.device, RankGrid]:
     """Select the device of this rank, and create and connect its process groups."""
     device = _select_device(plan, environment)
+    set_cublas_workspace(plan.derived.cublas_workspace)
     if plan.config.training.deterministic_mode and device.type == "cuda":
         use_deterministic_operations()
-    if plan.derived.cublas_workspace == NO_WORKSPACE:
-        set_unless_given("CUBLAS_WORKSPACE_CONFIG", NO_WORKSPACE)
-        set_unless_given("CUBLASLT_WORKSPACE_SIZE", "0")
     check_triton_cache(plan)
     start_imports(plan, console.print)
     if store is not None:
@@ -400,7 +399,7 @@ def use_deterministic_operations() -> None:
 
     Sources: torch.use_deterministic_algorithms; cuBLAS, "Results Reproducibility".
     """
-    set_unless_given("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # buffers as large as on Hopper by default
+    set_cublas_workspace(DETERMINISTIC_WORKSPACES[0])
     set_unless_given("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     torch.use_deterministic_algorithms(mode=True)
     # No kernel reads uninitialised memory.

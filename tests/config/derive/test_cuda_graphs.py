@@ -1,4 +1,4 @@
-"""CUDA graphs are used where every kernel of a micro-batch has fixed sizes; elsewhere a note has the reason. Work space of cuBLAS."""
+"""CUDA graphs are used where every kernel of a micro-batch has fixed sizes; elsewhere a note has the reason."""
 
 import pytest
 
@@ -120,41 +120,3 @@ def test_graphs_are_a_choice_of_the_run_by_default(plan_of, flags, facts, are_us
     plan = plan_of(f"--hidden-dropout 0 --attention-dropout 0 --bf16 {flags}", facts=facts)
     assert plan.derived.cuda_graphs == are_used
     assert not any("--cuda-graph-impl" in note for note in plan.notes)
-
-
-@pytest.mark.parametrize(
-    ("flags", "facts", "value", "reason"),
-    [
-        ("", {}, ":0:0", "start earlier"),
-        (
-            "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
-            {"world_size": 2},
-            ":0:0",
-            "start earlier",
-        ),
-        (
-            "--tensor-model-parallel-size 2",
-            {"world_size": 2, "device_capability": (8, 0)},
-            None,
-            "take multiprocessors",
-        ),
-        ("", {"world_size": 2}, None, "take multiprocessors"),
-        ("", {"device": "cpu"}, None, "a CPU has none"),
-        ("", {"cublas_workspace": ":16:8"}, ":16:8", "CUBLAS_WORKSPACE_CONFIG"),
-        ("--deterministic-mode", {}, ":4096:8", "--deterministic-mode"),
-        ("--fp8-format hybrid --fp8-recipe tensorwise", {}, None, "16-bit"),
-        ("--transformer-impl transformer_engine", {}, None, "have their own"),
-        ("--num-experts 4", {}, None, "routers"),
-        ("--lora-rank 8", {}, None, "adapters"),
-        ("--hidden-size 512 --ffn-hidden-size 4096", {}, None, "262,144 elements"),
-        ("--group-query-attention --num-query-groups 2", {}, ":0:0", "start earlier"),
-    ],
-)
-def test_large_products_have_no_workspace(plan_of, flags, facts, value, reason):
-    found = Facts(
-        **{"device": "cuda", "device_capability": (9, 0), "libraries": {"transformer_engine": "2.20.2"}}
-        | facts
-    )
-    plan = plan_of(f"{DENSE} --num-attention-heads 8 --hidden-size 2048 {flags}", facts=found)
-    assert plan.derived.cublas_workspace == value
-    assert reason in plan.origins["derived.cublas_workspace"].detail
