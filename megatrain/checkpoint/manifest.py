@@ -133,6 +133,21 @@ class Manifest:
     checksum: int = 0
     """Crc32 as read; 0 before the manifest is written."""
 
+    @classmethod
+    def of_weights(
+        cls,
+        *,
+        state: Mapping[str, Any],
+        config: Mapping[str, Any],
+        tensors: Mapping[str, StoredTensor],
+        checksum: int = 0,
+    ) -> Manifest:
+        """Return the manifest of weights that no run of ours has saved: iteration 0, no optimizer, no files."""
+        return cls(
+            iteration=0, consumed_train_samples=0, optimizer_step_count=0, state=state, config=config, files={},
+            tensors=tensors, checksum=checksum,
+        )  # fmt: skip
+
     @property
     def sizes(self) -> dict[str, int]:
         """Size in bytes of each file of the checkpoint but this one, and those of local checkpoints."""

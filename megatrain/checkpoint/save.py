@@ -284,31 +284,16 @@ def file_report(name: str, part: Sequence[PlannedChunk], written: WrittenFile) -
     return {"name": name, "file": file, "chunks": rows}
 
 
-def merge_reports(
-    reports: Sequence[Sequence[Mapping[str, Any]]],
-    *,
-    iteration: int,
-    consumed_train_samples: int,
-    optimizer_step_count: int,
-    state: Mapping[str, Any],
-    config: Mapping[str, Any],
-) -> Manifest:
-    """Return the manifest of all ranks' files; assert that chunks cover every tensor."""
+def merge_reports(reports: Sequence[Sequence[Mapping[str, Any]]], **contents: Any) -> Manifest:
+    """Return the manifest of all ranks' files, with these other fields; assert that chunks cover every tensor."""
     files, tensors = tensors_of([report for of_rank in reports for report in of_rank])
-    check_kinds({name: tensor.kinds for name, tensor in tensors.items()}, state, config)
+    kinds = {name: tensor.kinds for name, tensor in tensors.items()}
+    check_kinds(kinds, contents["state"], contents["config"])
     for name, tensor in tensors.items():
         for kind, stored in tensor.kinds.items():
             problem = tiling_problem(tensor.shape, [chunk.box for chunk in stored.chunks])
             assert problem is None, f"{name}: {kind}: {problem}"
-    return Manifest(
-        iteration=iteration,
-        consumed_train_samples=consumed_train_samples,
-        optimizer_step_count=optimizer_step_count,
-        state=state,
-        config=config,
-        files=files,
-        tensors=tensors,
-    )
+    return Manifest(files=files, tensors=tensors, **contents)
 
 
 def commit_save(

@@ -137,14 +137,10 @@ class HfCheckpoint(TensorReader):
         tensors = {
             name: StoredTensor(shape, {WEIGHT: self._kind(name)}) for name, shape in self._shapes.items()
         }
-        return Manifest(
-            iteration=0,
-            consumed_train_samples=0,
-            optimizer_step_count=0,
+        return Manifest.of_weights(
             state=stored_state(plan, expert_biases=self._expert_biases(), end_token_ids=list(self.end_ids))
             | self._decoder_start(),
             config=config,
-            files={},
             tensors=tensors,
             checksum=zlib.crc32(repr((config["model"], config["experts"], tensors)).encode()),
         )
@@ -156,9 +152,6 @@ class HfCheckpoint(TensorReader):
         check, names = integer(0, self.vocab_size - 1), ("decoder_start_token_id", "pad_token_id")
         found = self._folder.config.checked(*names, check=check, default=0, is_optional=True)
         return {"decoder_start_id": found or 0}
-
-    def close(self) -> None:
-        """Do nothing: files are open only while they are read."""
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
         """Copy a box into `out`, which has the shape of the box and any float dtype."""

@@ -91,17 +91,13 @@ class JoinedModel(TensorReader):
         base = self.language.manifest
         config["tokenizer"] = base.config["tokenizer"]
         tensors = {name: self._stored(name, piece.shape) for name, (_, piece) in self._pieces.items()}
-        return Manifest(
-            iteration=0,
-            consumed_train_samples=0,
-            optimizer_step_count=0,
+        return Manifest.of_weights(
             state=stored_state(
                 self._plan,
                 expert_biases=base.state["expert_biases"],
                 end_token_ids=base.state["end_token_ids"],
             ),
             config=config,
-            files={},
             tensors=tensors,
             checksum=zlib.crc32(repr((config["model"], config["vision"], tensors)).encode()),
         )
