@@ -33,11 +33,6 @@ class Gpu:
         return GPU_KINDS[self.name.lower()]
 
     @property
-    def capability(self) -> tuple[int, int]:
-        """Compute capability."""
-        return self.kind.capability
-
-    @property
     def peak(self) -> float:
         """Dense bf16 FLOPs per second."""
         return PEAK_TFLOPS[self.name] * 1e12

@@ -41,7 +41,7 @@ class LayerTimes:
     @property
     def tokens(self) -> float:
         """Tokens of a micro-batch on this rank."""
-        return self.workload.seq_length / self.layout.cp * self.layout.micro_batch
+        return self.workload.tokens(self.layout)
 
     def layer(self, sizes: LayerSpec) -> Times:
         """Return the times of a layer."""
@@ -235,7 +235,7 @@ class LayerTimes:
             layer: times without these collectives.
         """
         pairs = sum(not isinstance(part, ExpertsSpec) for part in sizes.parts)
-        overlaps = self.workload.overlaps_products(self.layout, self.cluster.gpu.capability)
+        overlaps = self.workload.overlaps_products(self.layout, self.cluster.gpu.kind.capability)
         if self.layout.tp > 1 and pairs and overlaps and self.fp8 is None:
             return self._copied(pairs, layer)
         return self._gathered(pairs)

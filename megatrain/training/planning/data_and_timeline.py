@@ -63,8 +63,18 @@ def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
                 one for one in facts.datasets if one.split in (split, "all") and one.from_iteration == start
             ]
             fractions = [share if one.split == "all" else 1.0 for one in read]
-            if any(fractions):
-                yield from _uses(plan, split, read, fractions, samples, plans)
+            if not any(fractions):
+                continue
+            counted = _counted_images if plan.config.data.image_data_path else _counted
+            found = counted(plan, read, fractions, samples)
+            for one, (count, tokens, epochs) in zip(read, found, strict=True):
+                yield DatasetUse(
+                    split=split, dataset=one.prefix, samples=count, plans=plans, tokens=tokens, epochs=epochs
+                )
+
+
+_Counted = tuple[int | None, int | None, float | None]
+"""Samples, tokens and epochs of a dataset; see `DatasetUse`."""
 
 
 def _names_without_datasets(plan: Plan, facts: Facts, split: str, share: float) -> list[str]:
@@ -75,49 +85,26 @@ def _names_without_datasets(plan: Plan, facts: Facts, split: str, share: float) 
     return [", ".join(texts)] if texts else []
 
 
-def _uses(
-    plan: Plan,
-    split: str,
-    read: Sequence[DatasetFacts],
-    fractions: Sequence[float],
-    requested: int | None,
-    plans: tuple[int | None, ...],
-) -> Iterator[DatasetUse]:
-    """Yield the datasets that one split reads in one phase, each with its fraction."""
-    if plan.config.data.image_data_path:
-        yield from _uses_of_images(plan, split, read, fractions, requested, plans)
-        return
+def _counted(
+    plan: Plan, read: Sequence[DatasetFacts], fractions: Sequence[float], requested: int | None
+) -> Iterator[_Counted]:
+    """Yield samples, tokens and epochs of datasets that a split reads in one phase, each with its fraction."""
     tokens = [round(one.num_tokens * fraction) for one, fraction in zip(read, fractions, strict=True)]
     samples = _samples(read, tokens, requested, plan.config.data.seq_length)
-    for dataset, size, count in zip(read, tokens, samples, strict=True):
-        epochs = 1.0 if count is None else count * plan.config.data.seq_length / max(1, size)
-        yield DatasetUse(
-            split=split, dataset=dataset.prefix, samples=count, plans=plans, tokens=size, epochs=epochs
-        )
+    for size, count in zip(tokens, samples, strict=True):
+        yield count, size, 1.0 if count is None else count * plan.config.data.seq_length / max(1, size)
 
 
-def _uses_of_images(
-    plan: Plan,
-    split: str,
-    read: Sequence[DatasetFacts],
-    fractions: Sequence[float],
-    requested: int | None,
-    plans: tuple[int | None, ...],
-) -> Iterator[DatasetUse]:
-    """Yield the sources of conversations about images: they repeat, and their tokens are not counted."""
+def _counted_images(
+    plan: Plan, read: Sequence[DatasetFacts], fractions: Sequence[float], requested: int | None
+) -> Iterator[_Counted]:
+    """Yield the same of conversations about images: they repeat, and their tokens are not counted."""
     rows = [one.num_sequences * fraction for one, fraction in zip(read, fractions, strict=True)]
     weights = [size if one.weight is None else one.weight for one, size in zip(read, rows, strict=True)]
     counts = [None] * len(read) if requested is None else blend_counts(normalized(weights), requested)
-    for one, size, count in zip(read, rows, counts, strict=True):
+    for size, count in zip(rows, counts, strict=True):
         is_counted = count is not None and not plan.config.data.use_packed_sequence
-        yield DatasetUse(
-            split=split,
-            dataset=one.prefix,
-            samples=count,
-            plans=plans,
-            tokens=None,
-            epochs=(count or 0) / max(size, 1) if is_counted else None,
-        )
+        yield count, None, (count or 0) / max(size, 1) if is_counted else None
 
 
 def _samples(
