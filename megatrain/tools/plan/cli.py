@@ -14,11 +14,12 @@ from typing import Any
 
 from megatrain.config.errors import ConfigError
 from megatrain.tools.plan import failures, pipeline
-from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.memory import planned_bytes
 from megatrain.tools.plan.search import Found, Run, best_layouts, evaluate
 from megatrain.tools.subcommands import add_command
+from megatrain.training.planning.gpus import GPUS
 
 
 def add_flags(commands: Any) -> None:

@@ -235,7 +235,7 @@ class LayerTimes:
             layer: times without these collectives.
         """
         pairs = sum(not isinstance(part, ExpertsSpec) for part in sizes.parts)
-        overlaps = self.workload.overlaps_products(self.layout, self.cluster.gpu.kind.capability)
+        overlaps = self.workload.overlaps_products(self.layout, self.cluster.gpu.capability)
         if self.layout.tp > 1 and pairs and overlaps and self.fp8 is None:
             return self._copied(pairs, layer)
         return self._gathered(pairs)

@@ -67,7 +67,7 @@ class Run:
             gather_facts(request, environment),
             device="cuda",
             device_name=f"NVIDIA {cluster.gpu.name}",
-            device_capability=cluster.gpu.kind.capability,
+            device_capability=cluster.gpu.capability,
             devices_per_node=None,
             ranks_per_node=None,
             has_triton=True,
