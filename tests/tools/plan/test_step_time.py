@@ -177,13 +177,13 @@ def test_the_model_overlaps_products_where_a_run_does_so() -> None:
     case = case_of("B3 tp4, overlap")
     run = Run.of(case.words, dataclasses.replace(CLUSTER, num_gpus=4))
     workload, layout = run.workload(), Layout.of(run.plan())
-    assert workload.overlaps_products(layout, GPU.kind.capability)
+    assert workload.overlaps_products(layout, GPU.capability)
     time = step_time(workload, layout, dataclasses.replace(CLUSTER, num_gpus=4), is_simulated=True).total
     assert time * 1e3 == pytest.approx(case.milliseconds[0], rel=0.05)
     eager = Run.of([*case.words, "--no-tp-comm-overlap"], run.cluster).workload()
-    assert not eager.overlaps_products(layout, GPU.kind.capability)
+    assert not eager.overlaps_products(layout, GPU.capability)
     for changed in ({"tp": 8}, {"sequence_parallel": False}, {"cp": 16}):
-        assert not workload.overlaps_products(dataclasses.replace(layout, **changed), GPU.kind.capability)
+        assert not workload.overlaps_products(dataclasses.replace(layout, **changed), GPU.capability)
     assert not workload.overlaps_products(layout, (8, 0))
 
 
