@@ -37,11 +37,11 @@ class MegatrainError(Exception):
     """Base of the errors for the user: the entry points print the message without a traceback."""
 
     exit_code = 1
-    is_reported = False
-    """True if another rank reports the error, so that this one exits silently."""
 
-    def __init__(self, problem: str, *, fix: str) -> None:
+    def __init__(self, problem: str, *, fix: str, is_reported: bool = False) -> None:
         self.problems: tuple[Problem, ...] = (Problem(problem, fix),)
+        self.is_reported = is_reported
+        """True if another rank reports the error, so that this one exits silently."""
         super().__init__(str(self.problems[0]))
 
 

@@ -160,9 +160,8 @@ def _begin(ranks: Ranks, folder: Path, manifest: LogitsManifest) -> None:
             manifest.write(folder)
     problem = ranks.grid.messages.broadcast(problem)
     if problem is not None:
-        error = ConfigError(problem, fix="name another folder with --logits-save-dir, or remove it")
-        error.is_reported = not ranks.is_main
-        raise error
+        fix = "name another folder with --logits-save-dir, or remove it"
+        raise ConfigError(problem, fix=fix, is_reported=not ranks.is_main)
 
 
 def _outputs(

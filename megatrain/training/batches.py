@@ -360,14 +360,13 @@ def _conclusion(answers: list[dict[str, Any]]) -> dict[str, Any]:
 def _other_samples(ranks: Ranks, plan: Plan, rank: int) -> ConfigError:
     dataset = plan.config.data.dataset
     what = f"--dataset {dataset}: rank" if dataset else "the data: rank"
-    error = ConfigError(
+    return ConfigError(
         f"{what} {rank} has other samples than rank 0",
         fix="compute sample k from k and request.seed alone, and give all hosts the same files"
         if dataset
         else "give all hosts the same files",
+        is_reported=not ranks.is_main,
     )
-    error.is_reported = not ranks.is_main
-    return error
 
 
 def _raise_together(ranks: Ranks, failure: Exception | None, first_failed: int | None) -> None:

@@ -74,9 +74,8 @@ def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
     num_bytes, free = ranks.grid.messages.broadcast(found)
     text = f"a checkpoint has {num_bytes} bytes, and --save {checkpoint.save} has {free} bytes free"
     if free < num_bytes * SPACE_MARGIN:
-        error = ConfigError(text, fix="free some space, or give --save a folder on a larger disk")
-        error.is_reported = not ranks.is_main
-        raise error
+        fix = "free some space, or give --save a folder on a larger disk"
+        raise ConfigError(text, fix=fix, is_reported=not ranks.is_main)
     return f"> WARNING: {text}: a second one does not fit" if free < 2 * num_bytes * SPACE_MARGIN else None
 
 

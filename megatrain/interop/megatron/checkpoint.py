@@ -25,7 +25,7 @@ from megatrain.checkpoint.stored_values import check_stored_values
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import layout_of, plan_of, tokenizer_settings
 from megatrain.interop.megatron.dcp_folder import DcpFolder
-from megatrain.interop.megatron.inert_pickle import Record
+from megatrain.interop.megatron.inert_pickle import fields_of
 from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part, family_of, parts_of
 from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
 from megatrain.interop.megatron.torch_files import FILE_NAME, TorchFiles
@@ -247,11 +247,7 @@ def _opened(path: Path, *, allows_format_torch: bool) -> TorchDistFolder | DcpFo
 
 def _mapping(value: Any) -> dict[str, Any]:
     """Return a dictionary, a list with one, or the fields of a record as a dictionary."""
-    found = value[0] if isinstance(value, list) and value else value
-    found = found.state if isinstance(found, Record) else found
-    if not isinstance(found, dict):
-        raise TypeError(f"{type(found).__name__} where names and values were expected")
-    return found
+    return fields_of(value[0] if isinstance(value, list) and value else value)
 
 
 def _param_groups(optimizer: Any) -> list[dict[str, Any]]:
