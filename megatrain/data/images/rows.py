@@ -172,10 +172,10 @@ def _line_offsets(path: Path, digest: str, cache: IndexCache) -> npt.NDArray[np.
                 at += len(line)
         return {"offsets": np.array(offsets, np.int64)}
 
-    if not cache.should_cache(path.stat().st_size >> 8):  # rows of at least 256 bytes
-        return build()["offsets"]
-    key = {"digest": digest, "changed": path.stat().st_mtime_ns}
-    return cache.get_or_build("lines", key, build)["offsets"]
+    status = path.stat()
+    key = {"digest": digest, "changed": status.st_mtime_ns}
+    num_rows = status.st_size >> 8  # of at least 256 bytes
+    return cache.arrays("lines", num_rows, key, build)["offsets"]
 
 
 def _text(content: bytes, where: str) -> str:

@@ -111,7 +111,7 @@ class BuiltIndex:
 
 
 class _Read(NamedTuple):
-    """What a split reads in one phase."""
+    """The sources of a split in one phase."""
 
     split: str
     sources: Sequence[SequenceSource]

@@ -61,11 +61,6 @@ class _HostBatches:
         }
         self.documents: list[Documents | None] = [None] * num_microbatches
 
-    def fill_row(self, row: int, sample: AnySample) -> None:
-        """Copy a sample into a row."""
-        for name, values in sample.arrays.items():
-            self.arrays[name].numpy()[row] = values
-
     def batches(self, device: torch.device) -> list[Batch]:
         """Copy the micro-batches to the device."""
         moved = [
@@ -84,13 +79,7 @@ class _HostBatches:
         """Return a micro-batch from its arrays, [b, ...] each."""
         if self._family != "gpt":
             return family_batch(self._family, arrays, documents)
-        return Batch(
-            tokens=arrays["tokens"],
-            labels=arrays["labels"],
-            loss_mask=arrays["loss_mask"],
-            position_ids=arrays["position_ids"],
-            documents=documents,
-        )
+        return Batch(**arrays, documents=documents)
 
 
 def require_samples(first: int, stop: int, num_samples: int | None) -> None:
@@ -218,7 +207,8 @@ class BatchLoader:
             padding = _without_loss(samples[0] if samples else self._samples[0])
             samples += [padding] * (size - len(samples))
         for row, sample in enumerate(samples, start=number * size):
-            host.fill_row(row, sample)
+            for name, values in sample.arrays.items():
+                host.arrays[name].numpy()[row] = values
         if self._has_documents:
             documents = _documents(samples)
             if self._device.type == "cuda":

@@ -22,6 +22,7 @@ from megatrain.config.derive.families import BERT_SPECIAL_TOKENS
 from megatrain.config.errors import InputError
 from megatrain.data.indexed.reader import taken
 from megatrain.data.samples.dataset import MaskedSample, TokenSpan
+from megatrain.data.samples.index_cache import NO_CACHE
 from megatrain.data.samples.masking import MaskOptions, masked_runs
 from megatrain.data.samples.sentence_index import SentenceOrder, build_sentence_index
 
@@ -97,7 +98,7 @@ def build_masked_dataset(
     *,
     seed: int,
     num_samples: int | None,
-    cache: IndexCache | None = None,
+    cache: IndexCache = NO_CACHE,
 ) -> MaskedDataset:
     """Build the samples of the documents in `part`; the arguments are those of `build_sentence_index`.
 

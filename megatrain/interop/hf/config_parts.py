@@ -138,7 +138,7 @@ class GemmaScales:
 
 
 def num_layers_of(source: ConfigFile) -> int:
-    """Return the number of layers, of which lists of layers have as many entries."""
+    """Return the number of layers; lists of layers have as many entries."""
     found: int = source.checked("num_hidden_layers", check=integer(1, MAX_LAYERS))
     return found
 
