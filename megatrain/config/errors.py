@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 def is_unicode(text: str) -> bool:
     """Return whether a text has no half of a surrogate pair, which Python also makes of bytes that are not UTF-8."""
+    if text.isascii():  # O(1)
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:
