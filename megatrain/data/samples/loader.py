@@ -79,7 +79,13 @@ class _HostBatches:
         """Return a micro-batch from its arrays, [b, ...] each."""
         if self._family != "gpt":
             return family_batch(self._family, arrays, documents)
-        return Batch(**arrays, documents=documents)
+        return Batch(
+            tokens=arrays["tokens"],
+            labels=arrays["labels"],
+            loss_mask=arrays["loss_mask"],
+            position_ids=arrays["position_ids"],
+            documents=documents,
+        )
 
 
 def require_samples(first: int, stop: int, num_samples: int | None) -> None:

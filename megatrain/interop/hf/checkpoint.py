@@ -25,13 +25,12 @@ from megatrain.interop.hf.family import COUNT
 from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder, name_text
 from megatrain.interop.hf.settings import bias_shapes, flags_of, plan_of, read_settings, shapes_of
 from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, factor_of, their_tensors, zero_tensors
+from megatrain.model.gpt import EMBEDDING_NAME, OUTPUT_BIAS_NAME, OUTPUT_NAME
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box
 from megatrain.storage.untrusted_json import integer
 
-EMBEDDING: Final = "embedding.word_embeddings.weight"
-OUTPUT: Final = "output_layer.weight"
-_WITH_ROWS: Final = (EMBEDDING, OUTPUT, "output_layer.bias")
+_WITH_ROWS: Final = (EMBEDDING_NAME, OUTPUT_NAME, OUTPUT_BIAS_NAME)
 """Tensors with a row per id."""
 _MAX_LISTED: Final = 1000
 _ROWS_AT_A_TIME: Final = 4096
@@ -236,7 +235,7 @@ class HfCheckpoint(TensorReader):
             return {_renamed(name, self.family.renamed): name for name in names}
         if not prefix or any(name.startswith(prefix) for name in names):
             return {name: name for name in names}
-        head = self._their_name(OUTPUT)
+        head = self._their_name(OUTPUT_NAME)
         return {name if name == head else prefix + name: name for name in names}
 
     def _their_name(self, ours: str) -> str:
@@ -250,7 +249,7 @@ class HfCheckpoint(TensorReader):
         Raises:
             InputError: some are missing, unused or have another shape; all of them are named.
         """
-        expected, head = self._expected(), self._their_name(OUTPUT)
+        expected, head = self._expected(), self._their_name(OUTPUT_NAME)
         found = {name: self._folder.tensors[stored].shape for name, stored in self._stored_names.items()}
         left_out = self._not_read(head)
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
@@ -286,7 +285,7 @@ class HfCheckpoint(TensorReader):
                     f"{self.path}: {theirs.name} is not 0, and the models here have no such tensor",
                     fix="models of this kind are not converted; see docs/weights.md",
                 )
-        if OUTPUT not in self._shapes and head in found:
+        if OUTPUT_NAME not in self._shapes and head in found:
             self._check_tied(self._stored_names[head])
 
     def _not_read(self, head: str) -> list[re.Pattern[str]]:
@@ -321,7 +320,7 @@ class HfCheckpoint(TensorReader):
 
     def _check_tied(self, head: str) -> None:
         """Check that an output weight which is stored although it is tied equals the embedding."""
-        embedding = self._stored_names[self._their_name(EMBEDDING)]
+        embedding = self._stored_names[self._their_name(EMBEDDING_NAME)]
         one, other = (self._folder.tensors[name] for name in (embedding, head))
         is_equal = (one.shape, one.dtype) == (other.shape, other.dtype) and all(
             bool((self._folder.rows(embedding, row, stop) == self._folder.rows(head, row, stop)).all())

@@ -7,14 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatrain.config.derive.patterns import parse_expert_pattern, parse_layer_pattern, parse_window
+from megatrain.config.derive.patterns import (
+    MAX_LAYERS,
+    parse_expert_pattern,
+    parse_layer_pattern,
+    parse_window,
+)
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.family import COUNT, POSITIVE
 from megatrain.storage.untrusted_json import integer, list_of, text
 
 _ATTENTION: Final = ("full_attention", "sliding_attention")
-MAX_LAYERS: Final = 1 << 16
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from typing import Any, Final
 from torch import Tensor
 
 from megatrain.checkpoint.errors import DamagedImportError, MismatchError
-from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind, StoredTensor
+from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_values import check_stored_values
+from megatrain.checkpoint.tensor_file import dtype_name
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import layout_of, plan_of, tokenizer_settings
 from megatrain.interop.megatron.dcp_folder import DcpFolder
@@ -35,7 +36,6 @@ from megatrain.parallel.layout import Box, box_shape, whole_box
 _STATE: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _BUCKETS: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _MASTER: Final = ("fp32_param", "param")
-_SAFETENSORS: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class MegatronCheckpoint(TensorReader):
 
     def _kinds(self, source: _Source) -> dict[str, StoredKind]:
         return {
-            kind: StoredKind(_SAFETENSORS[self._folder.tensors[name].dtype], ())
+            kind: StoredKind(dtype_name(self._folder.tensors[name].dtype), ())
             for kind, name in source.tensors.items()
         }
 

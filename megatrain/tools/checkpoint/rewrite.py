@@ -32,13 +32,13 @@ from megatrain.checkpoint.save import begin_save, commit_save, merge_reports, re
 from megatrain.checkpoint.shard_file import ChunkEntry, one_ahead, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.errors import ConfigError
+from megatrain.interop.hf.folder import INDEX_NAME
 from megatrain.parallel.layout import box_shape, whole_box
 from megatrain.storage.disk import Disk, write_file
 from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
 
 _FILE_BYTES = 5 << 30
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-INDEX_NAME = "model.safetensors.index.json"
 
 
 def reshard(arguments: argparse.Namespace) -> None:

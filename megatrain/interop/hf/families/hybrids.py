@@ -14,10 +14,11 @@ from typing import Any, ClassVar, Final
 
 from megatrain.config.derive.families import mamba_of
 from megatrain.config.derive.hybrid_pattern import known_pattern
+from megatrain.config.derive.patterns import MAX_LAYERS
 from megatrain.config.schema.tree import Config
 from megatrain.config.schema.values import Range
 from megatrain.interop.hf.config_file import ConfigFile
-from megatrain.interop.hf.config_parts import MAX_LAYERS, QueryGroups, num_layers_of
+from megatrain.interop.hf.config_parts import QueryGroups, num_layers_of
 from megatrain.interop.hf.families.deepseek import ExpertGroups, scaling_factor
 from megatrain.interop.hf.families.llama import (
     ATTENTION,

@@ -7,11 +7,10 @@ Qwen 3 Next: gated delta nets in most layers, gated attention in others; its pre
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from megatrain.config.derive.patterns import parse_layer_pattern
+from megatrain.config.derive.patterns import MAX_LAYERS, parse_layer_pattern
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.config_parts import (
-    MAX_LAYERS,
     ExpertLayers,
     QueryGroups,
     Windows,
