@@ -18,7 +18,7 @@ from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.family import COUNT, POSITIVE
 from megatrain.storage.untrusted_json import integer, list_of, text
 
-_ATTENTION: Final = ("full_attention", "sliding_attention")
+ATTENTION_KINDS: Final = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Windows:
         has_window = [True] * num_layers
         if self.layers is not None:
             types = source.checked(
-                "layer_types", check=list_of(text(_ATTENTION), most=MAX_LAYERS), is_optional=True
+                "layer_types", check=list_of(text(ATTENTION_KINDS), most=MAX_LAYERS), is_optional=True
             )
             has_window = (
                 self.layers(source, num_layers)
@@ -96,7 +96,7 @@ class Windows:
         left = parse_window(model.window_size)
         has_window = parse_layer_pattern(model.window_attn_skip_freq, model.num_layers, one_means=True)
         if self.layers is not None:
-            keys["layer_types"] = [_ATTENTION[left is not None and one] for one in has_window]
+            keys["layer_types"] = [ATTENTION_KINDS[left is not None and one] for one in has_window]
         if self.switch is not None:
             keys[self.switch] = left is not None
         return {**keys, "sliding_window": None if left is None else left + 1}
