@@ -23,6 +23,8 @@ from megatrain.config.subjects.post_training.distillation import samples_digest
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import DataShard, SingleSampler
 from megatrain.data.teacher_logits import (
+    MANIFEST_NAME,
+    VERSION,
     LogitsManifest,
     TopTokens,
     hash_weights,
@@ -129,7 +131,7 @@ def _manifest(ranks: Ranks, top_k: int, dtype: str) -> LogitsManifest:
     plan, facts = ranks.plan, ranks.facts
     assert facts.teacher is not None
     manifest = LogitsManifest(
-        version=1,
+        version=VERSION,
         seq_length=plan.config.data.seq_length,
         top_k=top_k,
         dtype=dtype,
@@ -152,7 +154,7 @@ def _begin(ranks: Ranks, folder: Path, manifest: LogitsManifest) -> None:
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         stored = (
-            read_logits_manifest(folder, is_complete=False) if (folder / "manifest.json").exists() else None
+            read_logits_manifest(folder, is_complete=False) if (folder / MANIFEST_NAME).exists() else None
         )
         if stored is not None and dataclasses.replace(stored, is_complete=False) != manifest:
             problem = f"{folder} has the outputs of another teacher, or for other samples"

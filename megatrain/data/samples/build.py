@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, require_sequences, split_ranges
 from megatrain.config.errors import ConfigError, InputError
+from megatrain.data.files import different_ends
 from megatrain.data.indexed.reader import IndexedDataset, SequenceSource
 from megatrain.data.samples.blend import (
     SURPLUS,
@@ -490,9 +491,5 @@ def _arrays_of(index: BlendIndex) -> Arrays:
 
 def dataset_names(prefixes: Sequence[str]) -> list[str]:
     """Return unique short names of datasets: the fewest trailing components of each path that differ."""
-    parts = [prefix.strip("/").split("/") for prefix in prefixes]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{prefix}#{number}" for number, prefix in enumerate(prefixes)]
+    found = different_ends([prefix.strip("/").split("/") for prefix in prefixes])
+    return found or [f"{prefix}#{number}" for number, prefix in enumerate(prefixes)]
