@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.adaptation import Adaptation
-from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError, agree
+from megatrain.checkpoint.errors import LOAD_FIX, CheckpointError, DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.local.load import complete_node, find_replaceable_files
 from megatrain.checkpoint.local.nodes import Node, find_node
@@ -196,9 +196,7 @@ def restore_expert_biases(model: Model, biases: Mapping[str, Any], path: Path) -
     try:
         model.expert_biases.restore(biases)
     except ValueError as error:
-        raise MismatchError(
-            f"{path}: {error}", fix="load it into the model that it was saved from"
-        ) from error
+        raise MismatchError(f"{path}: {error}", fix=LOAD_FIX) from error
 
 
 def check_names(
@@ -249,9 +247,7 @@ def check_no_unused_tensors(
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise MismatchError(
             f"{reader.path}: has the tensor {unused[0]}{more}, which the model lacks",
-            fix=_FIX_OF_ADAPTERS
-            if is_adapter(unused[0])
-            else "load it into the model that it was saved from",
+            fix=_FIX_OF_ADAPTERS if is_adapter(unused[0]) else LOAD_FIX,
         )
 
 

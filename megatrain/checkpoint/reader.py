@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat
 from megatrain.checkpoint.chunks import CHUNK_BYTES, split_box
-from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
+from megatrain.checkpoint.errors import LOAD_FIX, CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.find import node_files
 from megatrain.checkpoint.manifest import (
     DTYPES,
@@ -68,7 +68,7 @@ class TensorReader(Protocol):
         Raises:
             MismatchError: there is no such tensor, or it has another shape.
         """
-        found, fix = self.manifest.tensors.get(name), "load it into the model that it was saved from"
+        found, fix = self.manifest.tensors.get(name), LOAD_FIX
         if found is None:
             raise MismatchError(f"{self.path}: has no tensor {name}", fix=fix)
         if found.shape != shape:

@@ -19,7 +19,7 @@ from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.special_tokens import listed_end_ids
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
-from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
+from megatrain.interop.hf.config_file import CONFIG_NAME, RESTORE, ConfigFile
 from megatrain.interop.hf.families.table import family_of
 from megatrain.interop.hf.family import COUNT
 from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder, name_text
@@ -214,7 +214,7 @@ class HfCheckpoint(TensorReader):
             if value > num_tensors:
                 raise InputError(
                     f"{self._folder.config.path}: {value} {path.split('.')[1]} for {num_tensors} tensors",
-                    fix="restore the file from the model's source",
+                    fix=RESTORE,
                 )
 
     def _canonical_shapes(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
@@ -225,7 +225,7 @@ class HfCheckpoint(TensorReader):
         except (AssertionError, MegatrainError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self._folder.config.path}: describes no model ({str(error)[:200]})",
-                fix="restore the file from the model's source",
+                fix=RESTORE,
             ) from error
 
     def _names_in_files(self) -> dict[str, str]:
@@ -315,7 +315,7 @@ class HfCheckpoint(TensorReader):
         except KeyError as error:
             raise InputError(
                 f"{self._folder.config.path}: the model has {error.args[0]}, and {self.family.architecture} does not",
-                fix="restore the file from the model's source",
+                fix=RESTORE,
             ) from error
 
     def _check_tied(self, head: str) -> None:
