@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatrain.config import Plan
 
@@ -24,15 +24,29 @@ def memory_remedies(plan: Plan, *, of_state: bool = False) -> Iterator[str]:
 
     On CPUs, ranks of a host share its memory: splitting the model over more of them helps only on other hosts.
     """
+    is_on_cpu = plan.config.training.device == "cpu"
+    found = _remedies(plan, of_step=not of_state, splits=not is_on_cpu)
+    yield from (remedy for remedy, helps in found if helps)
+    if is_on_cpu:
+        yield "more hosts (a larger --tensor-model-parallel-size or --pipeline-model-parallel-size)"
+    if is_on_cpu or of_state:
+        yield "a smaller model (--num-layers, --hidden-size)"
+
+
+def _remedies(plan: Plan, *, of_step: bool, splits: bool) -> Sequence[tuple[str, bool]]:
+    """Return all remedies, those that cost least speed first, and whether each helps.
+
+    Args:
+        of_step: count those that reduce what a step allocates, and not what the run keeps: bf16 adds master weights to half the
+            weights.
+        splits: count those that divide memory over more ranks, or move it from GPUs to the host.
+    """
     config, parallel, training = plan.config, plan.config.parallel, plan.config.training
     tp, dp = parallel.tensor_model_parallel_size, plan.derived.data_parallel_size
     sharding, granularity = parallel.data_parallel_sharding_strategy, training.recompute_granularity
     is_recomputed = granularity is not None or training.recompute_activations
     num_experts = config.experts.num_experts or 1
-    is_on_cpu = training.device == "cpu"
-    of_step, splits = not of_state, not is_on_cpu
-    # A remedy `of_step` reduces what a step allocates, and not what the run keeps: bf16 adds master weights to half the weights.
-    for remedy, helps in (
+    return (
         ("--bf16", of_step and config.precision.params_dtype == "float32"),
         ("--use-distributed-optimizer", dp > 1 and sharding == "no_shard"),
         ("--no-moe-alltoall-as-allgather", of_step and config.experts.moe_alltoall_as_allgather),
@@ -59,10 +73,4 @@ def memory_remedies(plan: Plan, *, of_state: bool = False) -> Iterator[str]:
             dp > 1 and sharding != "optim_grads_params",
         ),
         ("--optimizer-cpu-offload", splits and not config.optimizer.optimizer_cpu_offload),
-    ):
-        if helps:
-            yield remedy
-    if is_on_cpu:
-        yield "more hosts (a larger --tensor-model-parallel-size or --pipeline-model-parallel-size)"
-    if is_on_cpu or of_state:
-        yield "a smaller model (--num-layers, --hidden-size)"
+    )
