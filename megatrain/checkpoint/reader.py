@@ -258,9 +258,9 @@ class CheckpointReader(TensorReader):
         if errors:
             raise errors[0]
 
-    def read_chunk(self, chunk: Chunk, dtype: str) -> Tensor:
-        """Return the checked data of a chunk."""
-        return self._read(self._open(chunk.file), chunk, dtype, chunk.box, None)
+    def check_chunk(self, chunk: Chunk, dtype: str) -> None:
+        """Read a chunk and check it."""
+        self._read(self._open(chunk.file), chunk, dtype, chunk.box, None)
 
     def _read(
         self, file: TensorFile, chunk: Chunk, dtype: str, part: Box, buffer: ReadBuffer | None
@@ -398,7 +398,7 @@ def find_damage(
             for chunk in stored.chunks:
                 try:
                     if chunk.file in intact:
-                        reader.read_chunk(chunk, stored.dtype)
+                        reader.check_chunk(chunk, stored.dtype)
                 except DamagedError as error:
                     yield chunk.file, error.problems[0].text
                 progress(math.prod(box_shape(chunk.box)) * DTYPES[stored.dtype].itemsize)

@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
 
-def write_cache(ranks: Ranks, folder: Path | None, top_k: int, dtype: str) -> Path:
-    """Write the outputs of the run's teacher; all ranks call it. Returns the folder."""
+def write_cache(ranks: Ranks, folder: Path | None, top_k: int, dtype: str) -> None:
+    """Write the outputs of the run's teacher; all ranks call it."""
     plan, grid = ranks.plan, ranks.grid
     spec, config = plan.derived.distillation, plan.config
     if spec is None or spec.teacher is None:
@@ -117,7 +117,6 @@ def write_cache(ranks: Ranks, folder: Path | None, top_k: int, dtype: str) -> Pa
         dataclasses.replace(manifest, is_complete=True).write(folder)
     grid.messages.broadcast(None)
     ranks.console.print(f"> {folder} has the outputs of {spec.path} for {manifest.num_samples} samples")
-    return folder
 
 
 def _folder(folder: Path | None, ranks: Ranks) -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatrain.config.errors import MegatrainError
-from megatrain.data.samples.dataset import MaskedSample
+from megatrain.data.samples.dataset import FamilySample
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.data.samples.sampler import SingleSampler
 from megatrain.parallel.batch import Batch
@@ -224,8 +224,8 @@ class BatchLoader:
 
 def _without_loss(sample: AnySample) -> AnySample:
     """Return a padding sample of the same shape whose loss mask is zero."""
-    if isinstance(sample, MaskedSample):
-        return MaskedSample({name: np.zeros_like(values) for name, values in sample.arrays.items()})
+    if isinstance(sample, FamilySample):
+        return FamilySample({name: np.zeros_like(values) for name, values in sample.arrays.items()})
     return type(sample)(
         np.zeros_like(sample.tokens),
         np.zeros_like(sample.labels),
