@@ -25,13 +25,6 @@ class ActionKind(Enum):
     RECV_BACKWARD = "rb"
 
 
-RECEIVED_AS = {
-    ActionKind.POST_FORWARD: ActionKind.RECV_FORWARD,
-    ActionKind.POST_BACKWARD: ActionKind.RECV_BACKWARD,
-}
-"""The receive that waits for what a post has begun to receive."""
-
-
 @dataclass(frozen=True)
 class Action:
     """One action of a rank for one micro-batch of one model chunk."""

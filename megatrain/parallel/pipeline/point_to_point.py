@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatrain.parallel.collectives import Transfer, begin_receive, begin_send
 from megatrain.parallel.grid import Channel, RankGrid, RankGroup
-from megatrain.parallel.pipeline.actions import RECEIVED_AS, Action, ActionKind, Placement
+from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.schedule import RECEIVED_AS
 
 _FORWARD: Final = (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
 _SENDS: Final = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)

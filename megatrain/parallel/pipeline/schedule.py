@@ -31,10 +31,12 @@ from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement, combined
 from megatrain.parallel.pipeline.dualpipe_v import dualpipe_v_passes
 
-_POSTS: Final = {
-    ActionKind.RECV_FORWARD: ActionKind.POST_FORWARD,
-    ActionKind.RECV_BACKWARD: ActionKind.POST_BACKWARD,
+RECEIVED_AS: Final = {
+    ActionKind.POST_FORWARD: ActionKind.RECV_FORWARD,
+    ActionKind.POST_BACKWARD: ActionKind.RECV_BACKWARD,
 }
+"""The receive that waits for what a post has begun to receive."""
+_POSTS: Final = {receive: post for post, receive in RECEIVED_AS.items()}
 
 
 @dataclass(frozen=True)

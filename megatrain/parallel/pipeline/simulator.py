@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatrain.parallel.pipeline.actions import RECEIVED_AS, Action, ActionKind, Placement
+from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.schedule import RECEIVED_AS
 
 _STEPS = {
     ActionKind.SEND_FORWARD: 1,
