@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout
 from megatrain.tools.plan.memory import planned_bytes
 from megatrain.tools.plan.search import Found, Run, evaluate
+from megatrain.training.planning.gpus import GPUS
 
 _CASES: Final = Path(__file__).parents[1] / "configs" / "benchmarks"
 

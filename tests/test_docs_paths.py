@@ -1,7 +1,12 @@
-"""Every path and link in README.md and docs/ is tracked by git; outputs in the checkout (runs/, dist/) do not count."""
+"""Every path and link in README.md and docs/ is tracked by git; outputs in the checkout (runs/, dist/) do not count.
+
+The pages for maintainers also name no function, class or setting that the code lacks.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 import re
 import runpy
@@ -16,6 +21,16 @@ SITE = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "docs_site.py")))
 LOST_ITEMS = r"(?:\d\.|\*) .*\n\n {1,3}\S.*|\n\n {4}\S.*\n(?: {4}.*\n)*(?:\d+\.|\*) .*"
 """Items of lists whose blocks become text of the page or of the item before them."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES_ON_CODE = [
+    *(ROOT / "docs" / name for name in ("contributing.md", "architecture.md", "extending.md")),
+    *sorted((ROOT / "docs" / "internals").glob("*.md")),
+]
+"""Pages for maintainers."""
+OF_OTHERS = {
+    "global", "None", "megatrain", "linear_qkv", "GroupedLinear", "LayerNormMLP", "symm_mem", "all_to_all_single",
+    "gpt3_7b_tp4_pp1_memory_speed", "dsv3", "nightly",
+}  # fmt: skip
+"""Names on these pages that Python, Megatron-LM, Transformer Engine, torch, recordings and tests define."""
 
 
 def tracked_paths() -> frozenset[Path]:
@@ -44,6 +59,48 @@ def missing_paths(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_paths_of_a_page_exist(page: Path) -> None:
     assert not missing_paths(page)
+
+
+@functools.cache
+def names_of_the_code() -> frozenset[str]:
+    """Return all that the code without tests defines, the names in its texts, such as choices, and all file names."""
+    found = {path.name for path in TRACKED}
+    for path in sorted(TRACKED):
+        if path.suffix != ".py" or ROOT / "tests" in path.parents:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    found.add(name)
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.arg(arg=name):
+                    found.add(name)
+                case ast.Constant(value=str() as text) if text.isidentifier():
+                    found.add(text)
+    return frozenset(found)
+
+
+def unknown_names(text: str) -> set[str]:
+    """Return the names in backticks, and the files in drawings, that neither the code nor other programs have."""
+    prose, drawings = (
+        re.sub(r"```.*?```", "", text, flags=re.DOTALL),
+        re.findall(r"```\n(.*?)```", text, re.DOTALL),
+    )
+    names = [re.split(r"[(=]", one)[0] for one in re.findall(r"`@?([A-Za-z_][\w.]*(?:\(.*?\)|=)?)`", prose)]
+    last = {name if name.endswith(".py") else name.split(".")[-1] for name in names}
+    files = {Path(one).name for drawing in drawings for one in re.findall(r"[\w/]+\.py\b", drawing)}
+    return (last | files) - names_of_the_code() - OF_OTHERS
+
+
+@pytest.mark.parametrize("page", PAGES_ON_CODE, ids=lambda page: page.name)
+def test_the_names_of_a_page_for_maintainers_exist(page: Path) -> None:
+    assert not unknown_names(page.read_text(encoding="utf-8"))
+
+
+def test_an_unknown_name_is_found() -> None:
+    text = '`Trainer.step_backwards`, `Engine.begin_step`, `@derives("a")`, `no_such()`, `grid.py`\n```\n├─ a  model/no_file.py\n```\n'
+    assert unknown_names(text) == {"step_backwards", "no_such", "no_file.py"}
 
 
 def test_the_site_has_every_page() -> None:

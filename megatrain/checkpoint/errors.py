@@ -18,6 +18,7 @@ from typing import Any, Final
 from megatrain.config.errors import MegatrainError
 from megatrain.parallel.messages import Messages
 
+LOAD_FIX = "load it into the model that it was saved from"
 STORAGE_FIX = "free space or repair the storage, and check that all nodes share the folder; older checkpoints are intact"
 
 

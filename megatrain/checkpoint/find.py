@@ -29,7 +29,7 @@ NODE_FILES_NAME = "node_files.json"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 OF_MEGATRON: Final = "a checkpoint of Megatron-LM, which pretrain.py, `megatrain generate` and `megatrain convert megatron-to-megatrain` read"
 _MAX_LIST_BYTES = 1 << 26
-_CHECKS_AT_A_TIME = 16
+CHECKS_AT_A_TIME = 16
 """Files whose size is asked for at the same time: each answer of a shared file system takes a while."""
 _FOLDER = re.compile(r"iter_(\d{7,15})(\.(?:old|megatron)-[0-9a-f]+)?")
 _LEFTOVER = re.compile(rf"(iter_\d+|{re.escape(TRACKER_NAME)})\.(tmp|old)-.*|\.rank-[0-9a-f]+-\d+")
@@ -143,7 +143,7 @@ def check_folder(path: Path, iteration: int) -> Manifest:
         except OSError as error:
             raise DamagedError(f"{path / name}: {error.strerror}") from error
 
-    with ThreadPoolExecutor(_CHECKS_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(CHECKS_AT_A_TIME) as pool:
         for _ in pool.map(check, node_files(path, manifest)):
             pass
     return manifest

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.adaptation import Adaptation
-from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError, agree
+from megatrain.checkpoint.errors import LOAD_FIX, CheckpointError, DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.local.load import complete_node, find_replaceable_files
 from megatrain.checkpoint.local.nodes import Node, find_node
@@ -79,18 +79,18 @@ def load_checkpoint(
     skipped: list[tuple[Candidate, str]] = []
     node: Node | None = None
     for candidate in _agreed_candidates((folder, *also), grid):
+        if candidate.problem is not None:
+            skipped.append((candidate, f"{candidate.path}: {candidate.problem}"))
+            continue
+        # An adaptation asks which tensors there are.
+        rank = grid.rank if adaptation is None else None
+        opener = partial(_opened, candidate, rank, open_foreign, checks_folder=grid.world.is_first)
         load = partial(
-            _load_candidate,
-            candidate,
-            optimizer,
-            grid,
-            with_optimizer=with_optimizer,
-            adaptation=adaptation,
-            open_foreign=open_foreign,
+            _load_opened, opener, optimizer, grid, with_optimizer=with_optimizer, adaptation=adaptation
         )
         copied: list[str] = []
         try:
-            if local is not None and candidate.path.parent == local and candidate.problem is None:
+            if local is not None and candidate.path.parent == local:
                 kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
                 assert isinstance(optimizer, ShardedOptimizer), "a run has local checkpoints"
                 with _as_damaged():
@@ -196,9 +196,7 @@ def restore_expert_biases(model: Model, biases: Mapping[str, Any], path: Path) -
     try:
         model.expert_biases.restore(biases)
     except ValueError as error:
-        raise MismatchError(
-            f"{path}: {error}", fix="load it into the model that it was saved from"
-        ) from error
+        raise MismatchError(f"{path}: {error}", fix=LOAD_FIX) from error
 
 
 def check_names(
@@ -249,9 +247,7 @@ def check_no_unused_tensors(
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise MismatchError(
             f"{reader.path}: has the tensor {unused[0]}{more}, which the model lacks",
-            fix=_FIX_OF_ADAPTERS
-            if is_adapter(unused[0])
-            else "load it into the model that it was saved from",
+            fix=_FIX_OF_ADAPTERS if is_adapter(unused[0]) else LOAD_FIX,
         )
 
 
@@ -289,28 +285,19 @@ def _agreed_candidates(folders: Sequence[Path], grid: RankGrid) -> list[Candidat
     return sorted(candidates, key=lambda candidate: -candidate.iteration)
 
 
-def _load_candidate(
+def _opened(
     candidate: Candidate,
-    optimizer: LoadTarget,
-    grid: RankGrid,
-    *,
-    with_optimizer: bool,
-    adaptation: Adaptation | None,
+    rank: int | None,
     open_foreign: Callable[[Path], TensorReader | None],
-) -> Manifest:
-    """Load one checkpoint; an error on one rank is raised on all."""
-    if candidate.problem is not None:
-        raise DamagedError(f"{candidate.path}: {candidate.problem}")
-
-    def open_reader() -> TensorReader:
-        foreign = open_foreign(candidate.path)
-        if foreign is not None:
-            return foreign
-        manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
-        # An adaptation asks which tensors there are.
-        return CheckpointReader(candidate.path, manifest, rank=grid.rank if adaptation is None else None)
-
-    return _load_opened(open_reader, optimizer, grid, with_optimizer=with_optimizer, adaptation=adaptation)
+    *,
+    checks_folder: bool,
+) -> TensorReader:
+    """Open a checkpoint on one rank. `rank`: see `CheckpointReader`."""
+    foreign = open_foreign(candidate.path)
+    if foreign is not None:
+        return foreign
+    manifest = check_folder(candidate.path, candidate.iteration) if checks_folder else None
+    return CheckpointReader(candidate.path, manifest, rank=rank)
 
 
 def _load_opened(
@@ -321,6 +308,7 @@ def _load_opened(
     with_optimizer: bool,
     adaptation: Adaptation | None,
 ) -> Manifest:
+    """Load weights, and optimizer state; an error on one rank is raised on all."""
     opened: list[TensorReader] = []
 
     def start() -> tuple[int, str]:

@@ -32,7 +32,7 @@ import torch
 from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat, checksum_of_sums
 from megatrain.checkpoint.checked_files import read_small_file
 from megatrain.checkpoint.errors import DamagedError, MismatchError
-from megatrain.checkpoint.stored_values import check_stored_values, make_lists
+from megatrain.checkpoint.stored_values import FIELDS, check_stored_values, make_lists
 from megatrain.config.model_spec.distillation import PROJECTION_PREFIX
 from megatrain.config.schema.quantization import SCALE_PREFIX
 from megatrain.optim.soap import FACTOR_PREFIX
@@ -133,6 +133,21 @@ class Manifest:
     checksum: int = 0
     """Crc32 as read; 0 before the manifest is written."""
 
+    @classmethod
+    def of_weights(
+        cls,
+        *,
+        state: Mapping[str, Any],
+        config: Mapping[str, Any],
+        tensors: Mapping[str, StoredTensor],
+        checksum: int = 0,
+    ) -> Manifest:
+        """Return the manifest of weights that no run of ours has saved: iteration 0, no optimizer, no files."""
+        return cls(
+            iteration=0, consumed_train_samples=0, optimizer_step_count=0, state=state, config=config, files={},
+            tensors=tensors, checksum=checksum,
+        )  # fmt: skip
+
     @property
     def sizes(self) -> dict[str, int]:
         """Size in bytes of each file of the checkpoint but this one, and those of local checkpoints."""
@@ -176,13 +191,12 @@ def encode(manifest: Manifest) -> bytes:
         InvalidError: `read_root` would call the checkpoint damaged.
     """
     assert manifest.blocks == BLOCKS, "older formats are only read"
-    own = ("iteration", "consumed_train_samples", "optimizer_step_count", "state", "config")
     content: dict[str, Any] = {"format": FORMAT, "block_bytes": BLOCKS.num_bytes}
     if manifest.parts:
         content |= {"version": VERSION_IN_PARTS, "parts": _encoded_parts(manifest.parts)}
     else:
         content |= {"version": VERSION, **encoded_tensors(manifest.files, manifest.tensors)}
-    content |= {name: getattr(manifest, name) for name in own}
+    content |= {name: getattr(manifest, name) for name in FIELDS}
     content = json.loads(json.dumps(content))  # converts keys to strings before they are sorted
     check_stored_values(content)
     text = canonical(content | {"checksum": zlib.crc32(canonical(content))})

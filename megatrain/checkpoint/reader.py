@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat
 from megatrain.checkpoint.chunks import CHUNK_BYTES, split_box
-from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
+from megatrain.checkpoint.errors import LOAD_FIX, CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.find import node_files
 from megatrain.checkpoint.manifest import (
     DTYPES,
@@ -68,7 +68,7 @@ class TensorReader(Protocol):
         Raises:
             MismatchError: there is no such tensor, or it has another shape.
         """
-        found, fix = self.manifest.tensors.get(name), "load it into the model that it was saved from"
+        found, fix = self.manifest.tensors.get(name), LOAD_FIX
         if found is None:
             raise MismatchError(f"{self.path}: has no tensor {name}", fix=fix)
         if found.shape != shape:
@@ -258,9 +258,9 @@ class CheckpointReader(TensorReader):
         if errors:
             raise errors[0]
 
-    def read_chunk(self, chunk: Chunk, dtype: str) -> Tensor:
-        """Return the checked data of a chunk."""
-        return self._read(self._open(chunk.file), chunk, dtype, chunk.box, None)
+    def check_chunk(self, chunk: Chunk, dtype: str) -> None:
+        """Read a chunk and check it."""
+        self._read(self._open(chunk.file), chunk, dtype, chunk.box, None)
 
     def _read(
         self, file: TensorFile, chunk: Chunk, dtype: str, part: Box, buffer: ReadBuffer | None
@@ -398,7 +398,7 @@ def find_damage(
             for chunk in stored.chunks:
                 try:
                     if chunk.file in intact:
-                        reader.read_chunk(chunk, stored.dtype)
+                        reader.check_chunk(chunk, stored.dtype)
                 except DamagedError as error:
                     yield chunk.file, error.problems[0].text
                 progress(math.prod(box_shape(chunk.box)) * DTYPES[stored.dtype].itemsize)

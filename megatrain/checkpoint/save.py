@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.chunks import FILE_BYTES, PlannedChunk, plan_chunks, split_into_files
 from megatrain.checkpoint.errors import STORAGE_FIX, CheckpointError, DamagedError, NotFiniteStateError, agree
-from megatrain.checkpoint.find import TRACKER_NAME, folder_name, is_of_megatron, leftovers
+from megatrain.checkpoint.find import CHECKS_AT_A_TIME, TRACKER_NAME, folder_name, is_of_megatron, leftovers
 from megatrain.checkpoint.finite import check_finite, check_finite_values
 from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, encode, tiling_problem
 from megatrain.checkpoint.parts import MAX_RANKS_OF_WHOLE, merge_parts, tensors_of, write_part
@@ -39,8 +39,6 @@ SPACE_MARGIN = 1.1
 """Free bytes that a save requires, relative to the bytes of its tensors."""
 _FILES_AT_A_TIME = 2
 """Files that a rank writes at the same time while training waits."""
-_CHECKS_AT_A_TIME = 16
-"""Files whose size rank 0 asks for at the same time: each answer of a shared file system takes a while."""
 
 
 class DirectWriter:
@@ -284,31 +282,16 @@ def file_report(name: str, part: Sequence[PlannedChunk], written: WrittenFile) -
     return {"name": name, "file": file, "chunks": rows}
 
 
-def merge_reports(
-    reports: Sequence[Sequence[Mapping[str, Any]]],
-    *,
-    iteration: int,
-    consumed_train_samples: int,
-    optimizer_step_count: int,
-    state: Mapping[str, Any],
-    config: Mapping[str, Any],
-) -> Manifest:
-    """Return the manifest of all ranks' files; assert that chunks cover every tensor."""
+def merge_reports(reports: Sequence[Sequence[Mapping[str, Any]]], **contents: Any) -> Manifest:
+    """Return the manifest of all ranks' files, with these other fields; assert that chunks cover every tensor."""
     files, tensors = tensors_of([report for of_rank in reports for report in of_rank])
-    check_kinds({name: tensor.kinds for name, tensor in tensors.items()}, state, config)
+    kinds = {name: tensor.kinds for name, tensor in tensors.items()}
+    check_kinds(kinds, contents["state"], contents["config"])
     for name, tensor in tensors.items():
         for kind, stored in tensor.kinds.items():
             problem = tiling_problem(tensor.shape, [chunk.box for chunk in stored.chunks])
             assert problem is None, f"{name}: {kind}: {problem}"
-    return Manifest(
-        iteration=iteration,
-        consumed_train_samples=consumed_train_samples,
-        optimizer_step_count=optimizer_step_count,
-        state=state,
-        config=config,
-        files=files,
-        tensors=tensors,
-    )
+    return Manifest(files=files, tensors=tensors, **contents)
 
 
 def commit_save(
@@ -322,7 +305,7 @@ def commit_save(
     Raises:
         CheckpointError: rank 0 does not see all files as they were written.
     """
-    with ThreadPoolExecutor(_CHECKS_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(CHECKS_AT_A_TIME) as pool:
         for _ in pool.map(lambda file: check_written(temporary / file[0], file[1]), manifest.sizes.items()):
             pass
     write_file(disk, temporary / MANIFEST_NAME, encode(manifest))

@@ -97,7 +97,7 @@ _STATE: Final = record(
 _CONFIG: Final = record(
     {}, {name: record_of(section, is_complete=False) for name, section in section_types().items()}
 )
-_FIELDS: Final = {
+FIELDS: Final = {
     "iteration": _COUNT,
     "consumed_train_samples": _COUNT,
     "optimizer_step_count": _COUNT,
@@ -125,7 +125,7 @@ def check_stored_values(content: Mapping[str, Any]) -> None:
     Raises:
         InvalidError: a value is missing, has another type or range, or contradicts another one.
     """
-    for name, check in _FIELDS.items():
+    for name, check in FIELDS.items():
         if name not in content:
             raise InvalidError(f"{name} is missing")
         check(content[name], name)

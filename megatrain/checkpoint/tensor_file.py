@@ -31,7 +31,7 @@ from megatrain.checkpoint.manifest import DTYPES, StoredFile
 from megatrain.kernels.block_checksums import partial_checksums
 from megatrain.storage.untrusted_json import parse_json
 
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -178,14 +178,14 @@ class TensorFile:
         length = bytearray(8)
         read_into(self._file, memoryview(length), 0, self.path)
         num_bytes = int.from_bytes(length, "little")
-        if num_bytes > min(_MAX_HEADER_BYTES, stored.num_bytes):
+        if num_bytes > min(MAX_HEADER_BYTES, stored.num_bytes):
             raise DamagedError(f"{self.path}: a header of {num_bytes} bytes")
         text = bytearray(num_bytes)
         read_into(self._file, memoryview(text), 8, self.path)
         if zlib.crc32(text, zlib.crc32(length)) != stored.header_crc32:
             raise DamagedError(f"{self.path}: the header does not match its checksum")
         try:
-            header = parse_json(bytes(text), max_bytes=_MAX_HEADER_BYTES)
+            header = parse_json(bytes(text), max_bytes=MAX_HEADER_BYTES)
         except (ValueError, RecursionError) as error:
             raise DamagedError(f"{self.path}: the header is not valid: {str(error)[:200]}") from error
         if not isinstance(header, dict):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 def is_unicode(text: str) -> bool:
     """Return whether a text has no half of a surrogate pair, which Python also makes of bytes that are not UTF-8."""
+    if text.isascii():  # O(1)
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -37,11 +39,11 @@ class MegatrainError(Exception):
     """Base of the errors for the user: the entry points print the message without a traceback."""
 
     exit_code = 1
-    is_reported = False
-    """True if another rank reports the error, so that this one exits silently."""
 
-    def __init__(self, problem: str, *, fix: str) -> None:
+    def __init__(self, problem: str, *, fix: str, is_reported: bool = False) -> None:
         self.problems: tuple[Problem, ...] = (Problem(problem, fix),)
+        self.is_reported = is_reported
+        """True if another rank reports the error, so that this one exits silently."""
         super().__init__(str(self.problems[0]))
 
 

@@ -138,9 +138,13 @@ class StoredRun:
         )
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], **values: Any) -> StoredRun:
-        """Build from the state that a checkpoint stores apart from its tensors."""
+    def of(cls, manifest: Any, **values: Any) -> StoredRun:
+        """Build from the manifest of a checkpoint, or what was loaded of it."""
+        state = manifest.state
         return cls(
+            iteration=manifest.iteration,
+            consumed_train_samples=manifest.consumed_train_samples,
+            config=manifest.config,
             tokenizer_fingerprint=state.get("tokenizer_fingerprint"),
             consumed_valid_samples=state.get("consumed_valid_samples", 0),
             is_evaluation_left=state.get("is_evaluation_left", False),

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -127,3 +127,12 @@ def optional_package(name: str, *, needed_for: str) -> Any:
             f"{needed_for} needs the package {package}, which cannot be imported: {error}",
             fix=f"pip install {package}",
         ) from error
+
+
+def different_ends(paths: Sequence[Sequence[str]]) -> list[str] | None:
+    """Return the fewest last components of each path with which all paths differ; None: two are equal."""
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(components[-length:]) for components in paths]
+        if len(set(names)) == len(names):
+            return names
+    return None

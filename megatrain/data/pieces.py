@@ -21,14 +21,17 @@ from megatrain.parallel.batch import Batch
 from megatrain.parallel.documents import Documents
 
 
-class Loader(Protocol):
-    """A loader of whole samples."""
+class Batches(Protocol):
+    """The micro-batches of a split."""
 
-    def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]: ...
+    def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
+        """Return this rank's micro-batches of the step after `consumed_samples`."""
 
-    def spans(self, sample: int) -> list[TokenSpan]: ...
+    def spans(self, sample: int) -> list[TokenSpan]:
+        """Return the stored token spans of a sample of the run; empty where they are not known."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop background workers."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class PieceLoader:
         num_pieces: returns the pieces of each sample in the step after a number of consumed samples.
     """
 
-    loader: Loader
+    loader: Batches
     num_pieces: Callable[[int], int]
 
     def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:

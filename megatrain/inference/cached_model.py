@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.model_spec.attention import AttentionSpec
-from megatrain.inference.cache import Cache, CachePlan, Reservation
+from megatrain.inference.cache import MEMORY, Cache, CachePlan, Reservation
 from megatrain.inference.cached_attention import (
     CachedAttention,
     CachedDeltaRule,
@@ -28,7 +28,7 @@ from megatrain.inference.cached_attention import (
     DecodeRows,
 )
 from megatrain.inference.image_vectors import CachedImages, shifted
-from megatrain.inference.memory_attention import CachedBias, CachedMemory, PackedAttention
+from megatrain.inference.memory_attention import CachedRows, PackedAttention
 from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.families.decoder_start import DecoderStart
 from megatrain.model.families.masked_attention import MaskedAttention
@@ -248,7 +248,7 @@ def _masked_core(core: MaskedAttention, rows: list[Tensor]) -> nn.Module:
     """Return what replaces attention of a family with an encoder."""
     if not rows:
         return PackedAttention(core)
-    return CachedBias(core, rows) if core.has_bias else CachedMemory(core, rows)
+    return CachedRows(core, rows, None if core.has_bias else MEMORY)
 
 
 def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:

@@ -1,8 +1,8 @@
 """Core attention of an encoder and its decoder in a model that generates text.
 
     PackedAttention      encoder: all tokens of each sequence attend to one another, packed as [t, 1, ...]; nothing is kept
-    CachedMemory         cross-attention: the first pass of a sequence writes keys and values of its memory, all passes read them
-    CachedBias           self-attention of the decoder with relative position bias
+    CachedRows           cross-attention: the first pass of a sequence writes keys and values of its memory, all passes read them;
+                         and self-attention of the decoder with relative position bias
 
 Sequences are computed one by one: their rows have different numbers, and a bias differs with them.
 """
@@ -31,14 +31,16 @@ class PackedAttention(nn.Module):
         return torch.cat([self.core(*part, info) for part in parts])
 
 
-class _CachedRows(nn.Module):
-    """Attention of new tokens to the rows of their sequences in one layer's cache, [rows, n, d] each."""
+class CachedRows(nn.Module):
+    """Attention of new tokens to the rows of their sequences in one layer's cache, [rows, n, d] each.
 
-    space: Space
+    Args:
+        space: MEMORY: cross-attention; None: causal attention.
+    """
 
-    def __init__(self, core: MaskedAttention, rows: list[Tensor]) -> None:
+    def __init__(self, core: MaskedAttention, rows: list[Tensor], space: Space) -> None:
         super().__init__()
-        self.core, self.rows = core, rows
+        self.core, self.rows, self.space = core, rows, space
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: CachedPass) -> Tensor:
         """Map q [t, 1, n, d], new k and v [new rows, 1, n, d] -> [t, 1, n * d]."""
@@ -51,27 +53,8 @@ class _CachedRows(nn.Module):
         q = q[extent.first_token : extent.first_token + extent.num_tokens]
         k, v = (x[extent.first_row : extent.first_row + extent.num_rows, None] for x in self.rows)
         bias = self.core.positions.bias(len(q), len(k)) if self.core.has_bias else None
-        return masked_attention(q, k, v, mask=self.mask(q, k), bias=bias, scale=self.core.scale)
-
-    def mask(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Return True where a query attends to a key, bool [1, 1, sq, sk]; None: everywhere."""
-        raise NotImplementedError
-
-
-class CachedMemory(_CachedRows):
-    """Cross-attention."""
-
-    space = MEMORY
-
-    def mask(self, q: Tensor, k: Tensor) -> Tensor | None:  # noqa: ARG002 (the signature)
-        return None
-
-
-class CachedBias(_CachedRows):
-    """Causal attention with relative position bias."""
-
-    space = None
-
-    def mask(self, q: Tensor, k: Tensor) -> Tensor | None:
-        before = len(k) - len(q)
-        return torch.ones(1, 1, len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
+        mask = None
+        if self.space != MEMORY:
+            everywhere = torch.ones(1, 1, len(q), len(k), dtype=torch.bool, device=q.device)
+            mask = everywhere.tril(len(k) - len(q))
+        return masked_attention(q, k, v, mask=mask, bias=bias, scale=self.core.scale)

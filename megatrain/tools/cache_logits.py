@@ -23,6 +23,8 @@ from megatrain.config.subjects.post_training.distillation import samples_digest
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import DataShard, SingleSampler
 from megatrain.data.teacher_logits import (
+    MANIFEST_NAME,
+    VERSION,
     LogitsManifest,
     TopTokens,
     hash_weights,
@@ -67,8 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
 
-def write_cache(ranks: Ranks, folder: Path | None, top_k: int, dtype: str) -> Path:
-    """Write the outputs of the run's teacher; all ranks call it. Returns the folder."""
+def write_cache(ranks: Ranks, folder: Path | None, top_k: int, dtype: str) -> None:
+    """Write the outputs of the run's teacher; all ranks call it."""
     plan, grid = ranks.plan, ranks.grid
     spec, config = plan.derived.distillation, plan.config
     if spec is None or spec.teacher is None:
@@ -115,7 +117,6 @@ def write_cache(ranks: Ranks, folder: Path | None, top_k: int, dtype: str) -> Pa
         dataclasses.replace(manifest, is_complete=True).write(folder)
     grid.messages.broadcast(None)
     ranks.console.print(f"> {folder} has the outputs of {spec.path} for {manifest.num_samples} samples")
-    return folder
 
 
 def _folder(folder: Path | None, ranks: Ranks) -> Path:
@@ -129,7 +130,7 @@ def _manifest(ranks: Ranks, top_k: int, dtype: str) -> LogitsManifest:
     plan, facts = ranks.plan, ranks.facts
     assert facts.teacher is not None
     manifest = LogitsManifest(
-        version=1,
+        version=VERSION,
         seq_length=plan.config.data.seq_length,
         top_k=top_k,
         dtype=dtype,
@@ -152,7 +153,7 @@ def _begin(ranks: Ranks, folder: Path, manifest: LogitsManifest) -> None:
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         stored = (
-            read_logits_manifest(folder, is_complete=False) if (folder / "manifest.json").exists() else None
+            read_logits_manifest(folder, is_complete=False) if (folder / MANIFEST_NAME).exists() else None
         )
         if stored is not None and dataclasses.replace(stored, is_complete=False) != manifest:
             problem = f"{folder} has the outputs of another teacher, or for other samples"
@@ -160,9 +161,8 @@ def _begin(ranks: Ranks, folder: Path, manifest: LogitsManifest) -> None:
             manifest.write(folder)
     problem = ranks.grid.messages.broadcast(problem)
     if problem is not None:
-        error = ConfigError(problem, fix="name another folder with --logits-save-dir, or remove it")
-        error.is_reported = not ranks.is_main
-        raise error
+        fix = "name another folder with --logits-save-dir, or remove it"
+        raise ConfigError(problem, fix=fix, is_reported=not ranks.is_main)
 
 
 def _outputs(

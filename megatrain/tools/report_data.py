@@ -25,6 +25,7 @@ from megatrain.checkpoint.find import list_candidates
 from megatrain.checkpoint.manifest import MANIFEST_NAME
 from megatrain.config.errors import InputError
 from megatrain.config.plain_yaml import compose_yaml
+from megatrain.data.files import different_ends
 from megatrain.training.launch.save_lock import LOCK_NAME, dead_owner
 
 CURVES = (
@@ -171,11 +172,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
     parts = [path.resolve().parts for path in paths]
     for plain in ("metrics.jsonl", "checkpoints"):
         parts = [one[:-1] if one[-1] == plain and len(one) > 2 else one for one in parts]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(one[-count:]) for one in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{number} {path}" for number, path in enumerate(map(str, paths), 1)]
+    return different_ends(parts) or [f"{number} {path}" for number, path in enumerate(map(str, paths), 1)]
 
 
 def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.subjects.data_plans import train_end
 from megatrain.config.user_function import user_function
 from megatrain.data.fill_in_middle import fill_in_middle
-from megatrain.data.pieces import PieceLoader
+from megatrain.data.pieces import Batches, PieceLoader
 from megatrain.data.samples.build import BuiltIndex, PhaseSamples, SamplePlans, SplitBuilder, SplitDatasets
 from megatrain.data.samples.dataset import SampleDataset, ShiftedDataset, TokenSpan
 from megatrain.data.samples.gpt_dataset import SampleOptions, effective_pad
@@ -46,19 +46,6 @@ _TURNS_OF_A_SHARE = 4
 _SECONDS_BETWEEN_REPORTS = 30.0
 _COMPUTED_SECONDS = 1.0
 """Processor time since the last announcement without which a rank that builds samples makes no progress."""
-
-
-class Batches(Protocol):
-    """The micro-batches of a split."""
-
-    def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
-        """Return this rank's micro-batches of the step after `consumed_samples`."""
-
-    def spans(self, sample: int) -> list[TokenSpan]:
-        """Return the stored token spans of a sample of the run; empty where they are not known."""
-
-    def close(self) -> None:
-        """Stop background workers."""
 
 
 @dataclass(frozen=True)
@@ -373,14 +360,13 @@ def _conclusion(answers: list[dict[str, Any]]) -> dict[str, Any]:
 def _other_samples(ranks: Ranks, plan: Plan, rank: int) -> ConfigError:
     dataset = plan.config.data.dataset
     what = f"--dataset {dataset}: rank" if dataset else "the data: rank"
-    error = ConfigError(
+    return ConfigError(
         f"{what} {rank} has other samples than rank 0",
         fix="compute sample k from k and request.seed alone, and give all hosts the same files"
         if dataset
         else "give all hosts the same files",
+        is_reported=not ranks.is_main,
     )
-    error.is_reported = not ranks.is_main
-    return error
 
 
 def _raise_together(ranks: Ranks, failure: Exception | None, first_failed: int | None) -> None:

@@ -8,21 +8,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.adaptation import Adaptation
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.find import RELEASE_NAME, find_checkpoints, is_of_megatron
-from megatrain.checkpoint.load import Loaded, load_checkpoint, load_foreign_weights, restore_expert_biases
+from megatrain.checkpoint.load import Loaded, load_checkpoint, restore_expert_biases
 from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
 from megatrain.config import Plan, StoredRun, resolve
 from megatrain.config.errors import ConfigError
 from megatrain.config.model_spec.activation import GATED
 from megatrain.config.plan import continues_optimizer
-from megatrain.config.schema.training import HF_PREFIX, CheckpointConfig
+from megatrain.config.schema.training import CheckpointConfig
 from megatrain.config.subjects.data_plans import evaluations
 from megatrain.config.subjects.model_spec import activation_of
 from megatrain.config.subjects.resume import adapted_settings
@@ -31,8 +30,7 @@ from megatrain.optim.sharded import WEIGHT
 from megatrain.storage.disk import Disk
 from megatrain.training.distillation.teacher import RunTeacher
 from megatrain.training.engine import Engine
-from megatrain.training.launch.foreign_checkpoints import open_foreign
-from megatrain.training.launch.hf_folder import opener
+from megatrain.training.launch.foreign_checkpoints import load_any
 from megatrain.training.launch.ranks import Ranks
 
 _MAX_NAMES = 10
@@ -76,9 +74,8 @@ def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
     num_bytes, free = ranks.grid.messages.broadcast(found)
     text = f"a checkpoint has {num_bytes} bytes, and --save {checkpoint.save} has {free} bytes free"
     if free < num_bytes * SPACE_MARGIN:
-        error = ConfigError(text, fix="free some space, or give --save a folder on a larger disk")
-        error.is_reported = not ranks.is_main
-        raise error
+        fix = "free some space, or give --save a folder on a larger disk"
+        raise ConfigError(text, fix=fix, is_reported=not ranks.is_main)
     return f"> WARNING: {text}: a second one does not fit" if free < 2 * num_bytes * SPACE_MARGIN else None
 
 
@@ -122,8 +119,7 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     if config.training.eval_only and not loaded.state["is_evaluation_left"]:  # the last evaluation, again
         progress.consumed_valid_samples = max(0, progress.consumed_valid_samples - evaluations(plan).samples)
     if with_optimizer:
-        progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
-        engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+        _restore_optimizer(engine, progress, loaded)
     _restore_amax_history(engine, loaded)
     say(
         f"> loaded {loaded.path}: iteration {progress.iteration}, {progress.consumed_train_samples} samples consumed"
@@ -166,8 +162,7 @@ def rewind_run(
     restore_expert_biases(engine.model, loaded.state.get("expert_biases", {}), loaded.path)
     engine.forget_steps()
     _restore_progress(progress, loaded)
-    progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
-    engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+    _restore_optimizer(engine, progress, loaded)
     _restore_amax_history(engine, loaded)
     return loaded.path
 
@@ -179,6 +174,12 @@ def _restore_amax_history(engine: Engine, loaded: Loaded) -> None:
         engine.data_parallel.all_gather_all_weights()  # --fp8-param-gather casts with these scales
 
 
+def _restore_optimizer(engine: Engine, progress: Progress, loaded: Loaded) -> None:
+    """Restore what belongs to the optimizer's state: the position of the schedules, and the loss scale."""
+    progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
+    engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+
+
 def _restore_progress(progress: Progress, loaded: Loaded) -> None:
     progress.iteration, progress.loaded = loaded.iteration, loaded.path
     progress.consumed_train_samples = loaded.consumed_train_samples
@@ -188,27 +189,18 @@ def _restore_progress(progress: Progress, loaded: Loaded) -> None:
 
 def _load(ranks: Ranks, engine: Engine, stored: StoredRun, *, with_optimizer: bool) -> Loaded:
     """Load the weights, and the state of the optimizer, of the checkpoint or the folder that the facts name."""
-    adaptation = _adaptation(ranks.plan, stored) if stored.is_start else None
-    if stored.path.startswith(HF_PREFIX):
-        open_folder = opener(stored.path, ranks.plan.derived.vocab_size)
-        return load_foreign_weights(
-            open_folder, Path(stored.path), engine.optimizer, ranks.grid, adaptation=adaptation
-        )
-    source, *others = map(Path, stored.sources)
+    others = [Path(source) for source in stored.sources[1:]]
     local = local_folder(ranks.plan.config.checkpoint)
-    return load_checkpoint(
-        source,
+    return load_any(
+        stored.sources[0],
         engine.optimizer,
         ranks.grid,
+        vocab_size=ranks.plan.derived.vocab_size,
+        allows_format_torch=ranks.plan.config.checkpoint.allow_pickle,
+        adaptation=_adaptation(ranks.plan, stored) if stored.is_start else None,
         with_optimizer=with_optimizer,
         also=others,
         local=local if local in others else None,
-        adaptation=adaptation,
-        open_foreign=partial(
-            open_foreign,
-            vocab_size=ranks.plan.derived.vocab_size,
-            allows_format_torch=ranks.plan.config.checkpoint.allow_pickle,
-        ),
     )
 
 
@@ -244,12 +236,9 @@ def _upcycling(plan: Plan) -> Upcycling:
 
 def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun, *, is_start: bool) -> Plan:
     """Return the plan for the loaded checkpoint: the newer one, for which `ranks.plan` was made, is damaged."""
-    used = StoredRun.from_state(
-        loaded.state,
+    used = StoredRun.of(
+        loaded,
         path=str(loaded.path),
-        iteration=loaded.iteration,
-        consumed_train_samples=loaded.consumed_train_samples,
-        config=loaded.config,
         sources=planned.sources,
         settings=planned.settings,
         is_of_megatron=is_of_megatron(loaded.path),

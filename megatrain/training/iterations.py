@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from megatrain.config.derive.batch_sizes import batch_sizes
+from megatrain.data.pieces import Batches
 from megatrain.parallel.packs.context import PackBatch
 from megatrain.parallel.process_groups import limit_collectives
-from megatrain.training.batches import Batches
 from megatrain.training.build import build_schedules
 from megatrain.training.debugging.replicas import check_replicas
 from megatrain.training.faults.responses import FaultResponses, Iteration, scales_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.config.model_spec.head import HeadSpec
+from megatrain.config.model_spec.stack import HeadSpec
 from megatrain.model.gpt import Model
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce

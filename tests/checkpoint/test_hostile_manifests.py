@@ -70,13 +70,7 @@ def outcome(file: Path, case: HostileManifest, request_and_facts: tuple[Any, Fac
     except MismatchError:
         return "another version"
     request, _ = request_and_facts
-    stored = StoredRun.from_state(
-        manifest.state,
-        path=str(file.parent),
-        iteration=manifest.iteration,
-        consumed_train_samples=manifest.consumed_train_samples,
-        config=manifest.config,
-    )
+    stored = StoredRun.of(manifest, path=str(file.parent))
     known = Facts.from_json(Facts(device="cpu", vocab_size=29, eod_id=28, checkpoint=stored).to_json())
     try:
         resolve(request, known)

@@ -21,7 +21,7 @@ from checkpoint_helpers import Rank, build_rank, load, small_spec
 
 from megatrain.checkpoint import save as saving
 from megatrain.checkpoint.errors import CheckpointError
-from megatrain.checkpoint.find import TRACKER_NAME, Candidate, find_checkpoints, folder_name
+from megatrain.checkpoint.find import TRACKER_NAME, Candidate, find_checkpoints
 from megatrain.checkpoint.load import Loaded
 from megatrain.checkpoint.reader import verify
 from megatrain.config.errors import MegatrainError
@@ -101,10 +101,6 @@ def require(is_right: object, problem: str) -> None:
 
 def bits_of(rank: Rank) -> list[bytes]:
     return [values.numpy().tobytes() for values in rank.values()]
-
-
-def iteration_names(names: Iterable[int]) -> list[str]:
-    return [folder_name(number) for number in names]
 
 
 def unexpected_names(folder: Path) -> list[str]:

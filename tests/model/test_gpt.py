@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from split_schedules import one_rank, with_split_backward
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,7 +29,6 @@ from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.actions import Action
 from megatrain.parallel.pipeline.executor import Executor
-from megatrain.parallel.pipeline.schedule import one_forward_one_backward, with_split_backward
 from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import engine_of, tiny_plan
@@ -214,7 +214,7 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(
     }
     loss = plain_loss(weights, batches, spec, is_users=user_loss is not None)
     loss.backward()
-    actions = one_forward_one_backward(0, 1, 3)
+    actions = one_rank(3)
     infos = built.run(batches, with_split_backward(actions) if is_split else actions)
     found = sum(
         (info.sums["lm_loss"] + info.sums.get("z_loss", 0.0)) / info.sums["tokens"] / 3 for info in infos
@@ -234,11 +234,11 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(
 def test_a_chunked_head_matches_a_head_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, batches = dataclasses.replace(_spec(is_tied=False), z_loss_coeff=0.3), list(_batches(1))
     whole, cut = Built(spec), Built(spec)
-    whole.run(batches, one_forward_one_backward(0, 1, 1))
+    whole.run(batches, one_rank(1))
     monkeypatch.setattr("megatrain.kernels.cross_entropy._MIN_CHUNK_BYTES", 128 * 5 * 8)
     monkeypatch.setattr("megatrain.kernels.cross_entropy._MAX_CHUNK_BYTES", 128 * 5 * 8)
     monkeypatch.setattr("megatrain.kernels.cross_entropy._ROW_MULTIPLE", 1)
-    cut.run(batches, one_forward_one_backward(0, 1, 1))
+    cut.run(batches, one_rank(1))
     torch.testing.assert_close(cut.gradients, whole.gradients, rtol=1e-10, atol=1e-13)
 
 
@@ -246,7 +246,7 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
     batches = list(_batches(1))
     losses = []
     for padded in (101, 128, 256):
-        (info,) = Built(_spec(is_tied=True, padded=padded)).run(batches, one_forward_one_backward(0, 1, 1))
+        (info,) = Built(_spec(is_tied=True, padded=padded)).run(batches, one_rank(1))
         losses.append(info.sums["lm_loss"].item())
     assert losses[0] == losses[1] == losses[2]
 
@@ -256,7 +256,7 @@ def test_the_z_loss_is_not_in_the_logged_loss() -> None:
     sums = []
     for z_loss_coeff in (0.0, 0.3):
         spec = dataclasses.replace(_spec(is_tied=True), z_loss_coeff=z_loss_coeff)
-        (info,) = Built(spec).run([batch], one_forward_one_backward(0, 1, 1))
+        (info,) = Built(spec).run([batch], one_rank(1))
         sums.append(info.sums)
     assert sums[0]["lm_loss"] == sums[1]["lm_loss"]
     assert "z_loss" not in sums[0]
@@ -267,10 +267,7 @@ def test_labels_of_masked_tokens_may_have_any_value_and_others_must_be_ids() -> 
     (batch,) = _batches(1)
     hidden = dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.loss_mask == 0, 10**9))
     wrong = dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.loss_mask == 1, VOCAB))
-    sums = [
-        Built(_spec(is_tied=True)).run([b], one_forward_one_backward(0, 1, 1))[0].sums
-        for b in (batch, hidden, wrong)
-    ]
+    sums = [Built(_spec(is_tied=True)).run([b], one_rank(1))[0].sums for b in (batch, hidden, wrong)]
     assert sums[0]["lm_loss"] == sums[1]["lm_loss"]
     assert sums[2]["lm_loss"] == math.inf
 
@@ -283,7 +280,7 @@ def test_a_microbatch_whose_mask_is_empty_gives_no_loss_and_no_gradient() -> Non
         loss_mask=torch.zeros(BATCH, SEQ),
         position_ids=batch.position_ids,
     )
-    (info,) = built.run([empty], one_forward_one_backward(0, 1, 1))
+    (info,) = built.run([empty], one_rank(1))
     assert info.sums["lm_loss"].item() == 0.0
     assert not built.gradients.any()
 
@@ -294,8 +291,8 @@ def test_bfloat16_stays_near_fp64(is_residual_fp32: bool) -> None:
     spec = dataclasses.replace(_spec(is_tied=False), is_residual_fp32=is_residual_fp32)
     fp64, bf16 = Built(spec), Built(spec, torch.bfloat16)
     assert bf16.model.hidden_dtype == (torch.float32 if is_residual_fp32 else torch.bfloat16)
-    (expected,) = fp64.run(batches, one_forward_one_backward(0, 1, 1))
-    (found,) = bf16.run(batches, one_forward_one_backward(0, 1, 1))
+    (expected,) = fp64.run(batches, one_rank(1))
+    (found,) = bf16.run(batches, one_rank(1))
     assert found.sums["lm_loss"].item() == pytest.approx(expected.sums["lm_loss"].item(), rel=0.01)
     assert bf16.gradients.dtype == torch.float32
     difference = (bf16.gradients - fp64.gradients).norm() / fp64.gradients.norm()

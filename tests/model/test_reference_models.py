@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from canonical_weights import CopiedWeights
+from split_schedules import one_rank
 from tiny_models import ROPE3, YARN
 from torch import Tensor
 from torch.nn import functional as F
@@ -41,7 +42,6 @@ from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.pipeline.executor import Executor
-from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.compare_logits import logits_of_heads
 
@@ -102,7 +102,7 @@ class Ours:
             self.model.segments, self.grid, hidden_shape=(SEQ, len(tokens), 32), dtype=torch.float32,
             device=torch.device("cpu"), hooks=DataParallel(self.buffers, self.grid),
         )  # fmt: skip
-        executor.run(one_forward_one_backward(0, 1, 1), [batch], [self.info])
+        executor.run(one_rank(1), [batch], [self.info])
         found: Weights = {}
         for bucket, gradients in zip(self.buffers.buckets, self.buffers.gradients.full, strict=True):
             for param in bucket.params:

@@ -12,10 +12,7 @@ from megatrain.parallel.pipeline.schedule import (
     ACTIONS,
     PipelineSchedule,
     forward_only,
-    interleaved,
-    one_forward_one_backward,
     placement_of,
-    with_split_backward,
 )
 from megatrain.parallel.pipeline.simulator import ScheduleError, Simulation, StageCosts, simulate
 
@@ -303,8 +300,8 @@ def test_a_v_sends_nothing_at_its_turn() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_each_microbatch_goes_once_through_every_stage(num_stages: int) -> None:
     for stage in range(num_stages):
-        actions = with_split_backward(one_forward_one_backward(stage, num_stages, 5))
-        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT):
+        actions = PipelineSchedule(ONE_CHUNK, Placement(num_stages)).training(stage, 5)
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             assert [a.microbatch for a in actions if a.kind is kind] == [0, 1, 2, 3, 4]
 
 
@@ -330,17 +327,19 @@ def test_the_first_segments_weight_gradient_is_the_last_of_its_microbatch(kind: 
 
 
 def test_the_simulator_sees_a_deadlock() -> None:
-    schedules = [one_forward_one_backward(0, 2, 2), [Action(ActionKind.RECV_FORWARD, 0)]]
+    schedules = [
+        PipelineSchedule(ONE_CHUNK, Placement(2)).training(0, 2),
+        [Action(ActionKind.RECV_FORWARD, 0)],
+    ]
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(schedules)
 
 
 def test_too_small_groups_deadlock() -> None:
     """The rule on --microbatch-group-size-per-virtual-pipeline-stage refuses them."""
-    placement = Placement(4, 2)
-    schedules = [interleaved(rank, placement, 8, group_size=1) for rank in range(4)]
+    schedule = PipelineSchedule(SEVERAL_CHUNKS, Placement(4, 2), group_size=1)
     with pytest.raises(ScheduleError, match="deadlock"):
-        simulate(schedules, placement=placement)
+        simulated(schedule, 8)
 
 
 def test_the_simulator_sees_messages_in_the_wrong_order_and_unread_ones() -> None:

@@ -12,7 +12,6 @@ from megatrain.config.schema.tree import settings
 from megatrain.tools.main import parser
 from megatrain.tools.parity import measure, results
 from megatrain.tools.parity.choice import chosen_rows
-from megatrain.tools.parity.cli import run
 from megatrain.tools.parity.covering_array import pairs_of
 from megatrain.tools.parity.features import NUMBER_FORMATS
 from megatrain.tools.parity.features import OPTIONS as FEATURE_OPTIONS
@@ -348,14 +347,6 @@ def test_transformer_engine_has_all_rows_in_bf16():
 def test_rows_that_transformer_engine_cannot_compute_are_an_error(flags, words):
     with pytest.raises(ConfigError, match=words):
         asked(*flags)
-
-
-def test_the_self_test_is_a_test():
-    with pytest.raises(ConfigError) as caught:
-        run(parser("parity").parse_args(["parity", "--self-test"]))
-    assert str(caught.value).endswith(
-        "fix: run `pytest --nightly tests/distributed/parity/test_parity_faults.py`"
-    )
 
 
 def test_rows_of_transformer_engine_are_compared_with_local():

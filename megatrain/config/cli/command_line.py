@@ -15,7 +15,7 @@ from megatrain import __version__
 from megatrain.config.cli.flag_words import FlagWords, list_words, split_flags
 from megatrain.config.cli.help_page import help_page
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
-from megatrain.config.cli.parse_value import BadValueError, RawValue, accepted_values, load_value
+from megatrain.config.cli.parse_value import BadValueError, RawValue, load_value, value_fix
 from megatrain.config.cli.yaml_file import meant_setting, read_yaml
 from megatrain.config.errors import Problem
 from megatrain.config.megatron.flags import GivenFlag, aliases, answers, closest_flag, megatron_flags, renamed
@@ -182,7 +182,7 @@ def _value(setting: Setting, flag: FlagWords, meaning: str | None) -> Any:
     if not flag.words or (setting.is_list and not list_words(flag.words)):
         if setting.alone is not None:
             return setting.alone
-        raise BadValueError("has no value", fix=f"give {setting.flag} {accepted_values(setting)}")
+        raise BadValueError("has no value", fix=value_fix(setting))
     return load_value(setting, _raw(setting, flag))
 
 
@@ -192,7 +192,7 @@ def _raw(setting: Setting, flag: FlagWords) -> RawValue:
         words = " ".join(flag.words).split() if flag.place else flag.words
         return list_words(words)
     if len(flag.words) > 1 and not setting.joins_words:
-        fix = f"give {setting.flag} {accepted_values(setting)}; quote a value that contains spaces"
+        fix = f"{value_fix(setting)}; quote a value that contains spaces"
         raise BadValueError(f"has {len(flag.words)} values, and accepts one", fix=fix)
     return " ".join(flag.words)
 

@@ -37,7 +37,7 @@ def load_value(setting: Setting, raw: RawValue) -> Any:
     if setting.is_list:
         return tuple(_entry(setting, text) for text in ((raw,) if isinstance(raw, str) else raw))
     if not isinstance(raw, str):
-        raise BadValueError("is not one value", fix=f"give {setting.flag} {accepted_values(setting)}")
+        raise BadValueError("is not one value", fix=value_fix(setting))
     if raw == "auto" and setting.is_derived_if_open:
         return AUTO
     return _entry(setting, raw)
@@ -50,7 +50,7 @@ def _entry(setting: Setting, text: str) -> Any:
 def _no_value(setting: Setting) -> Any:
     """Return the value of `none` on the command line and of null in YAML, which undo an earlier value."""
     if not setting.accepts_none:
-        raise BadValueError("has no value", fix=f"give {setting.flag} {accepted_values(setting)}")
+        raise BadValueError("has no value", fix=value_fix(setting))
     if setting.is_optional:
         return None
     return AUTO if setting.is_derived_if_open else ()
@@ -71,7 +71,12 @@ def _scalar(setting: Setting, text: str) -> Any:
 def require_in_range(setting: Setting, *numbers: float) -> None:
     """Raise BadValueError for a number out of range."""
     if setting.range and not all(map(setting.range.holds, numbers)):
-        raise BadValueError(f"must be {setting.range}", fix=f"give {setting.flag} {accepted_values(setting)}")
+        raise BadValueError(f"must be {setting.range}", fix=value_fix(setting))
+
+
+def value_fix(setting: Setting) -> str:
+    """Return the fix of a value that a setting does not accept."""
+    return f"give {setting.flag} {accepted_values(setting)}"
 
 
 def accepted_values(setting: Setting) -> str:
@@ -104,13 +109,11 @@ def _choice(setting: Setting, text: str) -> str:
         raise BadValueError("is not a choice of its own here", fix=elsewhere[text])
     if text in UNSUPPORTED_CHOICES.get(setting.flag, ()):
         without = f"remove {setting.flag}, or " if setting.default is None else ""
-        raise BadValueError(
-            "is not supported yet", fix=f"{without}give {setting.flag} {accepted_values(setting)}"
-        )
+        raise BadValueError("is not supported yet", fix=f"{without}{value_fix(setting)}")
     near = closest_name(text.lower(), by_lower)
     hint = f"did you mean {by_lower[near]}? " if near else ""
     is_not = f"has {text}, which is no choice" if setting.is_list else "is not a choice"
-    raise BadValueError(is_not, fix=f"{hint}give {setting.flag} {accepted_values(setting)}")
+    raise BadValueError(is_not, fix=f"{hint}{value_fix(setting)}")
 
 
 def _boolean(setting: Setting, text: str) -> bool:
@@ -123,20 +126,18 @@ def _boolean(setting: Setting, text: str) -> bool:
 
 
 def _integer(setting: Setting, text: str) -> int:
-    fix = f"give {setting.flag} {accepted_values(setting)}"
     if not re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text):
-        raise BadValueError("is not a whole number", fix=fix)
+        raise BadValueError("is not a whole number", fix=value_fix(setting))
     if len(text) > _MAX_DIGITS:
-        raise BadValueError("is too large", fix=fix)
+        raise BadValueError("is too large", fix=value_fix(setting))
     return int(text)
 
 
 def _float(setting: Setting, text: str) -> float:
-    fix = f"give {setting.flag} {accepted_values(setting)}"
     try:
         number = float(text)
     except ValueError:
-        raise BadValueError("is not a number", fix=fix) from None
+        raise BadValueError("is not a number", fix=value_fix(setting)) from None
     if math.isfinite(number):
         return number
-    raise BadValueError("is not finite", fix=fix)
+    raise BadValueError("is not finite", fix=value_fix(setting))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tree import Config
@@ -38,39 +38,9 @@ class RampMisfitError(ConfigError):
         return error
 
 
-class BatchRule(Protocol):
-    """Batch sizes that the user asks for."""
-
-    def at(self, consumed: int) -> int:
-        """Return the samples of the iteration that starts after `consumed` samples."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """All sizes in order."""
-
-    @property
-    def constant_from(self) -> int:
-        """The size is constant from this number of consumed samples on."""
-
-
-@dataclass(frozen=True)
-class ConstantBatch:
-    """One size for all iterations. Implements `BatchRule`."""
-
-    size: int
-    constant_from: int = 0
-
-    def at(self, consumed: int) -> int:  # noqa: ARG002
-        return self.size
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return (self.size,)
-
-
 @dataclass(frozen=True)
 class RampedBatch:
-    """Sizes from `start` to `target` in steps of `increment`, spread evenly over `samples`. Implements `BatchRule`."""
+    """Sizes from `start` to `target` in steps of `increment`, spread evenly over `samples`."""
 
     start: int
     increment: int
@@ -78,7 +48,7 @@ class RampedBatch:
     target: int
 
     def at(self, consumed: int) -> int:
-        """See `BatchRule`. Both divisions are in double precision, as in Megatron-LM: the last size may start late."""
+        """Return the size. Both divisions are in double precision, as in Megatron-LM: the last size may start late."""
         if consumed > self.samples:
             return self.target
         samples_per_step = self.samples / ((self.target - self.start) // self.increment)
@@ -95,7 +65,7 @@ class RampedBatch:
 
 @dataclass(frozen=True)
 class SteppedBatch:
-    """The size, or the length, of the last threshold reached. Implements `BatchRule`."""
+    """The size, or the length, of the last threshold reached; one threshold: it is constant."""
 
     steps: tuple[tuple[int, int], ...]
     """Pairs of consumed samples and size; the first is at 0."""
@@ -110,6 +80,11 @@ class SteppedBatch:
     @property
     def constant_from(self) -> int:
         return self.steps[-1][0]
+
+
+BatchRule = RampedBatch | SteppedBatch
+"""Batch sizes that the user asks for: the samples of the iteration that starts `at` a number of consumed samples, all `sizes` in
+order, and the number of consumed samples that they are `constant_from`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +153,7 @@ def batch_rule(config: Config) -> BatchRule:
         return parse_ramp(training.rampup_batch_size, target=training.global_batch_size)
     if training.step_batch_size_schedule is not None:
         return parse_steps(training.step_batch_size_schedule, seq_length=config.data.seq_length)
-    return ConstantBatch(training.global_batch_size)
+    return SteppedBatch(((0, training.global_batch_size),))
 
 
 def batch_sizes(config: Config, *, data_parallel_size: int) -> BatchSizes:

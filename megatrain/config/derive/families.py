@@ -16,13 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatrain.config.derive.hybrid_pattern import known_pattern, pattern_of_shares
-from megatrain.config.model_spec.attention import AttentionSpec
+from megatrain.config.model_spec.attention import AttentionSpec, RelativePositionSpec
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
-from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.mamba import MambaSpec
-from megatrain.config.model_spec.relative_positions import RelativePositionSpec
-from megatrain.config.model_spec.stack import Stack
+from megatrain.config.model_spec.stack import HeadSpec, Stack
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tree import flag_of

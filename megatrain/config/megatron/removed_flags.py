@@ -98,10 +98,9 @@ _REMOVED: Final = (
 
 _ACCEPTED: Final = (
     accepted("datasets are always .bin and .idx files", "--data-impl=mmap"),
-    accepted("gradients are always in contiguous buffers", "--DDP-impl=local"),
     accepted(
         "gradients are always in contiguous buffers",
-        "--use-contiguous-buffers-in-ddp --use-contiguous-buffers-in-local-ddp",
+        "--DDP-impl=local --use-contiguous-buffers-in-ddp --use-contiguous-buffers-in-local-ddp",
     ),
     accepted(
         "each direction between two stages has its own communicator, so their messages need no batches",

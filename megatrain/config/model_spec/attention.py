@@ -13,12 +13,27 @@ from typing import ClassVar, Literal
 from megatrain.config.model_spec.latent_attention import LatentSizes
 from megatrain.config.model_spec.linear import Linear, Piece
 from megatrain.config.model_spec.part import CacheSizes, Part, Role
-from megatrain.config.model_spec.relative_positions import RelativePositionSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 
 _HEADS = "--num-attention-heads, --kv-channels, --num-query-groups, --tensor-model-parallel-size"
 _INDEXER_FLAGS = "--dsa-indexer-n-heads, --dsa-indexer-head-dim"
 _INDEXER = "self_attention.core_attention.indexer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativePositionSpec:
+    """Relative position bias of T5: a learned number per head and bucket of distances, added to the scaled scores.
+
+        distance = key - query      0 .. e - 1  a bucket each       e .. D  buckets of growing width      beyond D  the last one
+
+    The layers of a stack share its table. Source: Raffel et al., arXiv:1910.10683, section 2.1.
+    """
+
+    num_buckets: int
+    max_distance: int
+    """Distance from which all keys are in the last bucket."""
+    is_bidirectional: bool
+    """Half of the buckets are for keys after the query; else those are in the bucket of distance 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,14 +29,13 @@ from itertools import accumulate
 from megatrain.config.model_spec.attention import AttentionSpec, SparseAttentionSpec
 from megatrain.config.model_spec.delta_rule import LinearAttentionSpec
 from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
-from megatrain.config.model_spec.head import HeadSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.lora import LoraSpec
 from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.mlp import AttentionReplacementSpec, MlpReplacementSpec
 from megatrain.config.model_spec.norm import NormSpec
 from megatrain.config.model_spec.part import Part
-from megatrain.config.model_spec.stack import Stack
+from megatrain.config.model_spec.stack import HeadSpec, Stack
 from megatrain.config.model_spec.vision import VisionSpec
 
 

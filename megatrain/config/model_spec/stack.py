@@ -1,4 +1,4 @@
-"""A stack of layers: one residual stream, from embedded tokens to its final norm.
+"""A stack of layers: one residual stream, from embedded tokens to its final norm; and the heads after the last one.
 
     GPT     decoder
     BERT    encoder
@@ -30,3 +30,21 @@ class Stack:
     def with_layers(self, layers: Iterator[LayerSpec]) -> Stack:
         """Return the stack with the next of these layers in place of its own."""
         return replace(self, layers=tuple(layer for _, layer in zip(self.layers, layers, strict=False)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """Modules after the final norm of the last stack."""
+
+    has_transform: bool = False
+    """A dense layer, exact GELU and a norm precede the output layer."""
+    has_bias: bool = False
+    """The logits have a bias per id."""
+    is_binary: bool = False
+    """A pooler of the first token and two classes, whose loss is added: are the sentences in order?"""
+    averages_microbatches: bool = False
+    """Reported losses are means over micro-batches, not over tokens."""
+    max_labels: int | None = None
+    """Labels that a sample has at most: only the logits of their tokens are computed; None: those of all tokens."""
+    has_accuracy: bool = False
+    """Evaluation reports the share of the labels that have the largest logit."""

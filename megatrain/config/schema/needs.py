@@ -115,6 +115,7 @@ def _has(value: Any, wanted: tuple[str, ...]) -> bool:
     return not set(wanted).isdisjoint(value if isinstance(value, tuple) else (value,))
 
 
+NCCL = one_of("parallel.distributed_backend", "nccl")
 LOGITS_CONFLICTS = (
     conflict("model.model_family", "bert", "t5", "vlm", why=": only causal attention is measured"),
     conflict("data.pack_documents", why=", whose ranks have documents of their own"),

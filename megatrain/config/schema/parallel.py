@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.needs import above, conflict, costly, off, on, one_of
+from megatrain.config.schema.needs import NCCL, above, conflict, costly, off, on, one_of
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.config.schema.resume_class import SAFE, SILENT
 from megatrain.config.schema.setting import LAYOUT, Section, setting
@@ -13,7 +13,6 @@ _PIPELINE = above("parallel.pipeline_model_parallel_size", 1)
 _TENSOR = above("parallel.tensor_model_parallel_size", 1)
 _CONTEXT = above("parallel.context_parallel_size", 1)
 _PACKS = on("data.pack_documents")
-_NCCL = one_of("parallel.distributed_backend", "nccl")
 NCCL_GROUPS: Final = {
     "tp": "tp kv", "cp": "cp cp_heads cp_ring", "hcp": "cp_heads cp_ring", "tp_cp": "tp_cp", "pp": "pp", "embd": "embedding",
     "dp": "dp", "dp_cp": "dp replicas", "intra_dp_cp": "dp replicas dp_shard", "inter_dp_cp": "dp_copies", "ep": "ep ep_host ep_peers",
@@ -134,9 +133,9 @@ class ParallelConfig(Section, on_resume=SAFE):
     """Overlap gradient reduction with the backward pass. Off: reduce after it."""
     overlap_param_gather: bool = True
     """Overlap the all-gather of updated weights with the optimizer and the next forward pass. Off: wait for each layer before the next update."""
-    nccl_communicator_config_path: str | None = setting(None, needs=_NCCL)
+    nccl_communicator_config_path: str | None = setting(None, needs=NCCL)
     """YAML file with options of NCCL communicators by group of Megatron-LM: `ep: {min_ctas: 1, max_ctas: 16, cga_cluster_size: 2, net_name: IB, is_high_priority_stream: true}`."""
-    high_priority_stream_groups: tuple[NcclGroup, ...] = setting((), needs=_NCCL)
+    high_priority_stream_groups: tuple[NcclGroup, ...] = setting((), needs=NCCL)
     """Groups whose NCCL kernels run on streams of high priority, so that other kernels delay them less."""
     distributed_backend: Literal["nccl", "gloo"] = setting(
         AUTO,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
-from megatrain.config.schema.needs import Need, conflict, contains, differs, either, none_of, on, one_of
+from megatrain.config.schema.needs import NCCL, Need, conflict, contains, differs, either, none_of, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -361,7 +361,6 @@ def non_persistent_folder(
     return f"{save}/non_persistent"
 
 
-_NCCL = one_of("parallel.distributed_backend", "nccl")
 _RECORDER = on("resilience.flight_recorder_dump_path")
 _RESTART = on("resilience.inprocess_restart")
 
@@ -374,7 +373,7 @@ class ResilienceConfig(Section, on_resume=SAFE):
     """Save and exit at the first iteration divisible by this."""
     exit_duration_in_mins: float | None = setting(None, above=0)
     """Save and exit after this many minutes."""
-    flight_recorder_dump_path: str | None = setting(None, needs=_NCCL)
+    flight_recorder_dump_path: str | None = setting(None, needs=NCCL)
     """Folder in which each rank writes its newest NCCL collectives after one has timed out (PyTorch's flight recorder; `torchfrtrace` names the ranks that did not join). none: nothing is recorded."""
     flight_recorder_trace_buffer_size: int = setting(2000, at_least=1, needs=_RECORDER)
     """Collectives that a rank keeps for --flight-recorder-dump-path."""

@@ -18,11 +18,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from megatrain.config.derive.datasets import SPLIT_NAMES
 from megatrain.config.errors import ConfigError, Problem
-from megatrain.config.facts import DataPhase, DatasetFacts
+from megatrain.config.facts import DataPhase
 from megatrain.config.plan import DerivedValue, Draft, Plan
 from megatrain.config.registry import Notes, Problems, derives, note, rule
 from megatrain.config.subjects.batches import sizes_of_batches
@@ -310,7 +310,10 @@ def each_phase_has_other_data(draft: Draft) -> Problems:
     stored, start = draft.facts.checkpoint, draft.derived.train_start
     if stored is None or stored.train_start == start or draft.config.training.only_evaluates:
         return
-    before, now = map(_training_data, (stored.datasets, draft.facts.datasets))
+    before, now = (
+        [(one.digest, one.weight, one.split) for one in datasets if one.split in ("all", "train")]
+        for datasets in (stored.datasets, draft.facts.datasets)
+    )
     if before and before == now:
         iteration = start // draft.config.training.global_batch_size
         yield Problem(
@@ -318,10 +321,6 @@ def each_phase_has_other_data(draft: Draft) -> Problems:
             " which would be read again from its first sample on",
             f"give the data of the new phase (--data-path), or remove {iteration} from {_PHASES}",
         )
-
-
-def _training_data(datasets: Sequence[DatasetFacts]) -> list[tuple[Any, ...]]:
-    return [(one.digest, one.weight, one.split) for one in datasets if one.split in ("all", "train")]
 
 
 @note("result")

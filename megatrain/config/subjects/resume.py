@@ -46,7 +46,7 @@ def settings_match_checkpoint(draft: Draft) -> Problems:
         if setting.path == "model.ffn_hidden_size" and checkpoint and checkpoint.is_upcycled:
             continue  # `upcycling_fits_the_dense_model` compares widths
         alternative = {
-            "--finetune": "add --finetune and another --save to start a new run from these weights",
+            "--finetune": _NEW_RUN,
             "--no-load-optim": "add --no-load-optim to continue without the optimizer state",
         }.get(resume_class.consent, "start from scratch without --load and with another --save")
         yield Problem(

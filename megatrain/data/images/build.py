@@ -101,10 +101,7 @@ def _check(rows: Rows, most_images: int, cache: IndexCache) -> None:
             rows[number].checked(most_images)
         return {"rows": np.array([len(rows)], np.int64)}
 
-    if cache.should_cache(len(rows)):
-        cache.get_or_build("checked", {"digest": rows.digest, "images": most_images}, build)
-    else:
-        build()
+    cache.arrays("checked", len(rows), {"digest": rows.digest, "images": most_images}, build)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +170,12 @@ class ImageBuilder:
             found = [self.encoder.lengths(row_of(parts, number)) for number in range(num_rows)]
             return {"lengths": np.array(found, np.int64).reshape(num_rows, 2)}
 
-        if not self.cache.should_cache(num_rows):
-            return build()["lengths"]
         options = self.encoder.options
-        sizes = {"text_length": options.text_length, "images": options.most_images}
         key = {
             "rows": [[rows.digest, places.start, places.stop] for rows, places in parts],
             "tokenizer": hashlib.sha256(self.tokenizer_fingerprint.encode()).hexdigest(),
             "tiling": vars(replace(options.tiling)),
-            **sizes,
+            "text_length": options.text_length,
+            "images": options.most_images,
         }
-        return self.cache.get_or_build("lengths", key, build)["lengths"]
+        return self.cache.arrays("lengths", num_rows, key, build)["lengths"]

@@ -21,7 +21,7 @@ from megatrain.data.images.packing import RowOrder
 from megatrain.data.images.pixels import ReadImage, Tiling, open_image, read_image, tokens_of
 from megatrain.data.images.rows import MARK, Row, Rows
 from megatrain.data.images.vectors import IMAGE_TOKEN, NO_LABEL, place_images
-from megatrain.data.samples.dataset import MaskedSample
+from megatrain.data.samples.dataset import FamilySample
 
 if TYPE_CHECKING:
     from megatrain.data.samples.dataset import TokenSpan
@@ -180,7 +180,7 @@ class ImageConversations:
         """Return the number of samples."""
         return self.count
 
-    def __getitem__(self, k: int) -> MaskedSample:
+    def __getitem__(self, k: int) -> FamilySample:
         """Return sample k. Raises InputError, which names it."""
         if not 0 <= k < self.count:
             raise IndexError(f"sample {k} of {self.count}")
@@ -199,7 +199,7 @@ class ImageConversations:
         images = np.zeros(options.image_shape, np.float32)
         for place, tile in enumerate(tile for one in read for tile in one.tiles):
             images[place] = tile
-        return MaskedSample({**placed, "images": images}, np.array(starts[:-1], np.int64))
+        return FamilySample({**placed, "images": images}, np.array(starts[:-1], np.int64))
 
     def rows(self, k: int) -> list[Row]:
         """Return the rows of sample k."""

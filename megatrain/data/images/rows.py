@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -74,23 +74,9 @@ class Row:
         return self
 
 
-class Rows(Protocol):
-    """Numbered rows."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of the files."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-    def __getitem__(self, number: int, /) -> Row:
-        """Return a row. Raises InputError, which names it."""
-
-
 @dataclass(frozen=True)
 class JsonLines:
-    """The rows of a file of JSON Lines. Implements `Rows`.
+    """The rows of a file of JSON Lines, by number.
 
     Attributes:
         offsets: of the lines that are not empty.
@@ -120,7 +106,7 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class Shards:
-    """The samples of tar shards. Implements `Rows`."""
+    """The samples of tar shards, by number."""
 
     index: ShardIndex
 
@@ -150,6 +136,10 @@ class Shards:
                 fix="write a member .json with a conversation, or .txt with a caption, for each key",
             )
         return Row(name, turns, tuple(images), lambda image: images[image].read())
+
+
+Rows = JsonLines | Shards
+"""Rows by number, with the `digest` of their files. Raises InputError, which names the row, where one is read."""
 
 
 def open_rows(paths: list[Path], cache: IndexCache) -> Rows:
@@ -182,10 +172,10 @@ def _line_offsets(path: Path, digest: str, cache: IndexCache) -> npt.NDArray[np.
                 at += len(line)
         return {"offsets": np.array(offsets, np.int64)}
 
-    if not cache.should_cache(path.stat().st_size >> 8):  # rows of at least 256 bytes
-        return build()["offsets"]
-    key = {"digest": digest, "changed": path.stat().st_mtime_ns}
-    return cache.get_or_build("lines", key, build)["offsets"]
+    status = path.stat()
+    key = {"digest": digest, "changed": status.st_mtime_ns}
+    num_rows = status.st_size >> 8  # of at least 256 bytes
+    return cache.arrays("lines", num_rows, key, build)["offsets"]
 
 
 def _text(content: bytes, where: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatrain.config.errors import MegatrainError
 from megatrain.config.model_spec.vision import NEWLINE
-from megatrain.data.samples.dataset import MaskedSample, Sample
+from megatrain.data.samples.dataset import FamilySample, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +97,7 @@ class MockImages:
         """Return the number of samples."""
         return len(self.text)
 
-    def __getitem__(self, k: int) -> MaskedSample:
+    def __getitem__(self, k: int) -> FamilySample:
         """Return sample k."""
         sample = self.text[k]
         assert isinstance(sample, Sample), "mock data of a GPT"
@@ -110,7 +110,7 @@ class MockImages:
             vectors=[vector_tokens(np.arange(self.tokens_per_image), 0)],
             length=self.length,
         )
-        return MaskedSample({**arrays, "images": self.images(k)})
+        return FamilySample({**arrays, "images": self.images(k)})
 
     def images(self, k: int) -> npt.NDArray[np.float32]:  # noqa: ARG002 (all are black)
         """Return the images of sample k."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
+from megatrain.config.errors import is_unicode
 from megatrain.data.preprocess.chat_template import ChatTemplate, TemplateSettings
 from megatrain.data.preprocess.documents import InvalidDocumentError, Row, kind_of
 
@@ -88,7 +89,10 @@ def make_formatter(settings: ConversationSettings) -> Callable[[Row], list[Conve
             if not any(segment.has_loss for segment in segments):
                 which = f"conversation {number} of {len(parts)}" if len(parts) > 1 else "the conversation"
                 raise InvalidDocumentError(f"{which} has no text of the assistant")
-            _require_characters(segments)
+            if not all(is_unicode(segment.text) for segment in segments):
+                raise InvalidDocumentError(
+                    "the conversation contains half of a surrogate pair, which is not a character"
+                )
             found.append(Conversation(segments, messages[-1]["role"] == "assistant"))
         return found
 
@@ -187,16 +191,6 @@ def _cut(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Cut messages into conversations: each system message begins a new one, as in Megatron-LM."""
     starts = [number for number, message in enumerate(messages) if number and message["role"] == "system"]
     return [list(messages[start:end]) for start, end in zip([0, *starts], [*starts, None], strict=True)]
-
-
-def _require_characters(segments: Sequence[Segment]) -> None:
-    for segment in segments:
-        try:
-            segment.text.encode()
-        except UnicodeEncodeError:
-            raise InvalidDocumentError(
-                "the conversation contains half of a surrogate pair, which is not a character"
-            ) from None
 
 
 Builder = Callable[[Sequence[Message], Row], list[Segment]]

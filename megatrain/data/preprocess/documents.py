@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from megatrain.config.errors import is_unicode
+
 CHUNK_BYTES: Final = 1 << 20
 """Bytes of text per chunk: large enough to hide the cost of sending it to a worker, small compared to memory."""
 
@@ -171,21 +173,11 @@ def _sentences(document: Row, key: str) -> list[str]:
         if not isinstance(sentence, str):
             kind = f"a list with {kind_of(sentence)}" if isinstance(value, list) else kind_of(value)
             raise InvalidDocumentError(f"key {key!r} is {kind}, not a string or a list of strings")
-        if not _is_encodable(sentence):
+        if not is_unicode(sentence):
             raise InvalidDocumentError(
                 f"key {key!r} contains half of a surrogate pair, which is not a character"
             )
     return sentences
-
-
-def _is_encodable(text: str) -> bool:
-    if text.isascii():  # O(1)
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def kind_of(value: object) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn
 
 from megatrain.config.cli.help_text import docs_of, field_help
-from megatrain.config.cli.parse_value import BadValueError, accepted_values, load_value
+from megatrain.config.cli.parse_value import BadValueError, load_value, value_fix
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.schema.resume_class import SILENT
 from megatrain.config.schema.setting import Section, setting
@@ -200,7 +200,7 @@ def load_values(
     for name in (name for name in settings if name in given):
         one, words = settings[name], given[name]
         if not words:
-            problems.append(Problem(f"{one.flag} has no value", f"give {one.flag} {accepted_values(one)}"))
+            problems.append(Problem(f"{one.flag} has no value", value_fix(one)))
             continue
         try:
             values[name] = load_value(one, words if one.is_list or len(words) > 1 else words[0])

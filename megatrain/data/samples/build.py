@@ -15,10 +15,11 @@ import itertools
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, require_sequences, split_ranges
 from megatrain.config.errors import ConfigError, InputError
+from megatrain.data.files import different_ends
 from megatrain.data.indexed.reader import IndexedDataset, SequenceSource
 from megatrain.data.samples.blend import (
     SURPLUS,
@@ -99,15 +100,25 @@ class BuiltIndex:
     seed: int
     source: str
     """`SequenceSource.name` of the dataset, or a name such as `blend of 3`."""
-    num_sequences: int | None
-    """None for a blend, here and below."""
-    num_tokens: int | None
-    """Tokens of one epoch."""
-    num_epochs: int | None
     num_samples: int
     seconds: float
     outcome: Outcome
     """Found in the cache, built (and cached if possible), or too small to cache."""
+    num_sequences: int | None = None
+    """None for a blend, here and below."""
+    num_tokens: int | None = None
+    """Tokens of one epoch."""
+    num_epochs: int | None = None
+
+
+class _Read(NamedTuple):
+    """The sources of a split in one phase."""
+
+    split: str
+    sources: Sequence[SequenceSource]
+    parts: Sequence[range]
+    """The part of each source, in sequences, or documents for BERT and T5."""
+    weights: Sequence[float] | None
 
 
 class SplitBuilder:
@@ -195,15 +206,15 @@ class SplitBuilder:
             blend = blends[name]
             sources = [self._open(prefix) for prefix in blend.prefixes]
             parts = [range(self._num_units(source)) for source in sources]
-            split_of = partial(self._build_split, wanted=wanted, seed=plans.seed, name=name)
             if named_valid is not None and name == "valid":
                 labels = named_valid or dataset_names(blend.prefixes)
                 for label, source, part in zip(labels, sources, parts, strict=True):
-                    builds[name, label] = partial(split_of, [source], [part], None)
+                    read = _Read(name, [source], [part], None)
+                    builds[name, label] = partial(self._build_split, read, wanted, plans.seed)
             else:
                 # As in Megatron-LM, the weight of a single dataset is ignored here.
-                weights = blend.weights if len(sources) > 1 else None
-                builds[name, None] = partial(split_of, sources, parts, weights)
+                read = _Read(name, sources, parts, blend.weights if len(sources) > 1 else None)
+                builds[name, None] = partial(self._build_split, read, wanted, plans.seed)
         built = dict(zip(builds, all_built(builds.values()), strict=True))
         named = {label: built[name, label] for name, label in built if label is not None}
         train, valid, test = (built.get((name, None)) for name in SPLIT_NAMES)
@@ -248,7 +259,7 @@ class SplitBuilder:
             ranges = [split_ranges(split, len(part))[0] or range(0) for part in ranges]
         elif len(sources) == 1:
             weights = None  # as in `build`
-        return self._build_split(sources, ranges, weights, phase.plans, seed, "train")
+        return self._build_split(_Read("train", sources, ranges, weights), phase.plans, seed)
 
     def _divide(
         self,
@@ -268,9 +279,8 @@ class SplitBuilder:
         builds = {}
         for number, name in enumerate(SPLIT_NAMES):
             if is_asked[number]:
-                parts = [found[number] or range(0) for found in ranges]
-                wanted = getattr(plans, name)
-                builds[name] = partial(self._build_split, sources, parts, weights, wanted, plans.seed, name)
+                read = _Read(name, sources, [found[number] or range(0) for found in ranges], weights)
+                builds[name] = partial(self._build_split, read, getattr(plans, name), plans.seed)
         built = dict(zip(builds, all_built(builds.values()), strict=True))
         return SplitDatasets(built.get("train"), built.get("valid"), built.get("test"))
 
@@ -285,36 +295,21 @@ class SplitBuilder:
         unit = "sequences" if self.masked is None else "documents"
         require_sequences(split, {one.name: self._num_units(one) for one in sources}, is_used, unit=unit)
 
-    def _build_split(
-        self,
-        sources: Sequence[SequenceSource],
-        parts: Sequence[range],
-        weights: Sequence[float] | None,
-        wanted: Sequence[int | None],
-        seed: int,
-        name: str,
-    ) -> SampleDataset:
+    def _build_split(self, read: _Read, wanted: Sequence[int | None], seed: int) -> SampleDataset:
         """Build all plans of one split and concatenate them."""
-        if weights is None and len(sources) > 1 and None not in wanted:
+        if read.weights is None and len(read.sources) > 1 and None not in wanted:
             # Each dataset is read once, in an order that does not depend on the number of planned samples.
             wanted = [sum(number or 0 for number in wanted)]
         plans = all_built(
-            partial(self._build_plan, sources, parts, weights, number, seed + k, name)
-            for k, number in enumerate(wanted)
+            partial(self._build_plan, read, number, seed + k) for k, number in enumerate(wanted)
         )
         if len(plans) == 1:
             return plans[0]
         return PlannedDataset(plans, [number or 0 for number in wanted])
 
-    def _build_plan(
-        self,
-        sources: Sequence[SequenceSource],
-        parts: Sequence[range],
-        weights: Sequence[float] | None,
-        wanted: int | None,
-        seed: int,
-        name: str,
-    ) -> SampleDataset:
+    def _build_plan(self, read: _Read, wanted: int | None, seed: int) -> SampleDataset:
+        name, sources, parts, weights = read
+
         def datasets_of(counts: Sequence[int | None]) -> list[SampleDataset]:
             return all_built(
                 partial(self._build_dataset, source, part, count, seed, name)
@@ -369,19 +364,23 @@ class SplitBuilder:
             sequences = part
             if isinstance(dataset, MaskedDataset):
                 sequences = range(*dataset.source.document_boundaries[[part.start, part.stop]].tolist())
-            built = BuiltIndex(
+            self._report(
+                start,
                 split=name,
                 seed=seed,
                 source=source.name,
+                num_samples=len(dataset),
                 num_sequences=len(sequences),
                 num_tokens=LengthFacts.of(source, sequences).num_tokens,
                 num_epochs=dataset.index.num_epochs,
-                num_samples=len(dataset),
-                seconds=time.perf_counter() - start,
-                outcome=self.cache.outcome,
             )
-            self._on_built(built)
         return dataset
+
+    def _report(self, start: float, **facts: Any) -> None:
+        """Report an index that is ready; `facts`: other fields of `BuiltIndex`."""
+        if self._on_built is not None:
+            seconds = time.perf_counter() - start
+            self._on_built(BuiltIndex(seconds=seconds, outcome=self.cache.outcome, **facts))
 
     def _dataset(
         self, source: SequenceSource, part: range, num_samples: int | None, seed: int, name: str
@@ -435,19 +434,8 @@ class SplitBuilder:
             index = BlendIndex(arrays["dataset"], arrays["sample"], arrays.get("counts"))
         else:
             index = build()
-        if self._on_built is not None:
-            built = BuiltIndex(
-                split=name,
-                seed=seed,
-                source=f"blend of {len(weights)}",
-                num_sequences=None,
-                num_tokens=None,
-                num_epochs=None,
-                num_samples=num_samples,
-                seconds=time.perf_counter() - start,
-                outcome=self.cache.outcome,
-            )
-            self._on_built(built)
+        source = f"blend of {len(weights)}"
+        self._report(start, split=name, seed=seed, source=source, num_samples=num_samples)
         return index
 
     def _open(self, prefix: str) -> IndexedDataset:
@@ -503,9 +491,5 @@ def _arrays_of(index: BlendIndex) -> Arrays:
 
 def dataset_names(prefixes: Sequence[str]) -> list[str]:
     """Return unique short names of datasets: the fewest trailing components of each path that differ."""
-    parts = [prefix.strip("/").split("/") for prefix in prefixes]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{prefix}#{number}" for number, prefix in enumerate(prefixes)]
+    found = different_ends([prefix.strip("/").split("/") for prefix in prefixes])
+    return found or [f"{prefix}#{number}" for number, prefix in enumerate(prefixes)]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from megatrain.config.errors import ConfigError
 from megatrain.data.indexed.reader import taken
 from megatrain.data.samples.dataset import Sample, TokenSpan, check_ids
-from megatrain.data.samples.index_cache import digest
+from megatrain.data.samples.index_cache import NO_CACHE
 from megatrain.data.samples.sources import content_digest
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def build_conversation_index(
     seed: int,
     num_samples: int | None,
     is_packed: bool = True,
-    cache: IndexCache | None = None,
+    cache: IndexCache = NO_CACHE,
 ) -> ConversationIndex:
     """Build the index of one split.
 
@@ -113,21 +113,17 @@ def build_conversation_index(
             "counts": np.array([num_epochs, len(part) - len(used), np.count_nonzero(is_cut)]),
         }
 
-    rows = max(num_samples or 0, len(part))
-    if cache is None or not cache.should_cache(rows):
-        arrays = build()
-    else:
-        key = {
-            "lengths": digest(lengths[part.start : part.stop]),
-            "mask": content_digest(mask),
-            "sequences": [part.start, part.stop],
-            "seq_length": seq_length,
-            "seed": seed,
-            "samples": num_samples,
-            "open_samples": OPEN_SAMPLES if is_packed else 0,
-            "format": _FORMAT,
-        }
-        arrays = cache.get_or_build("conversations", key, build)
+    key = {
+        "lengths": lengths[part.start : part.stop],
+        "mask": content_digest(mask),
+        "sequences": [part.start, part.stop],
+        "seq_length": seq_length,
+        "seed": seed,
+        "samples": num_samples,
+        "open_samples": OPEN_SAMPLES if is_packed else 0,
+        "format": _FORMAT,
+    }
+    arrays = cache.arrays("conversations", max(num_samples or 0, len(part)), key, build)
     return ConversationIndex(arrays["sequences"], arrays["starts"], *map(int, arrays["counts"]))
 
 

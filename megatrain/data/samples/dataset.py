@@ -43,7 +43,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class MaskedSample:
+class FamilySample:
     """One sample of BERT, T5 or a vision-language model."""
 
     arrays: Mapping[str, npt.NDArray[Any]]
@@ -52,7 +52,7 @@ class MaskedSample:
     """See `Sample`."""
 
 
-AnySample = Sample | MaskedSample
+AnySample = Sample | FamilySample
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,19 @@ Source: Megatron-LM, core/datasets/gpt_dataset.py; rules in tests/golden.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.samples.dataset import Sample, TokenSpan, check_ids
+from megatrain.data.tokenizers.files import NO_PAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from megatrain.data.indexed.reader import SequenceSource
     from megatrain.data.samples.gpt_index import GPTIndex, Integers
-
-NO_PAD: Final = -1
-"""The pad id of data without padding; no stored token equals it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from megatrain.config.errors import ConfigError
 from megatrain.data.indexed.reader import IndexedDataset
-from megatrain.data.samples.index_cache import digest
+from megatrain.data.samples.index_cache import NO_CACHE, digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,7 +107,7 @@ def build_index(
     seq_length: int,
     seed: int,
     num_samples: int | None,
-    cache: IndexCache | None = None,
+    cache: IndexCache = NO_CACHE,
     facts: LengthFacts | None = None,
 ) -> GPTIndex:
     """Build the index of one split.
@@ -142,11 +142,8 @@ def build_index(
             "shuffle_index": _build_shuffle_index(len(sample_index) - 1, epochs, random),
         }
 
-    num_rows = epochs.count * (len(sequence_range) + epoch_tokens // seq_length)
-    if cache is None or not cache.should_cache(num_rows):
-        return GPTIndex(**build(), epochs=epochs)
     key = {
-        "lengths": facts.digest if facts is not None else digest(split_lengths),
+        "lengths": facts.digest if facts is not None else split_lengths,
         "sequences": [sequence_range.start, sequence_range.stop],
         "seq_length": seq_length,
         "seed": seed,
@@ -155,7 +152,8 @@ def build_index(
         "add_extra_token": True,  # these two are constants by now; they keep the names of existing files
         "drop_last_partial": True,
     }
-    return GPTIndex(**cache.get_or_build("gpt", key, build), epochs=epochs)
+    num_rows = epochs.count * (len(sequence_range) + epoch_tokens // seq_length)
+    return GPTIndex(**cache.arrays("gpt", num_rows, key, build), epochs=epochs)
 
 
 def _build_document_index(sequence_range: range, epochs: Epochs, random: np.random.RandomState) -> Integers:

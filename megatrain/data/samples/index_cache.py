@@ -104,12 +104,16 @@ class IndexCache:
         """Return whether an index of this many rows is worth a file."""
         return self.folder is not None and num_rows >= WORTH_ROWS
 
+    def arrays(self, kind: str, num_rows: int, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+        """Return the arrays of an index of so many rows: cached by its key if they are worth a file."""
+        return self.get_or_build(kind, key, build) if self.should_cache(num_rows) else build()
+
     def get_or_build(self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays of a key (any JSON), read-only if they come from a file."""
+        """Return the arrays of a key, read-only if they come from a file. Its values are any JSON, or arrays, for their digest."""
         assert self.folder is not None, "ask `should_cache` first"
         is_own = self._num_asked[kind] % self._share.num_processes == self._share.number
         self._num_asked[kind] += 1
-        text = json.dumps({"kind": kind, **key}, sort_keys=True)
+        text = json.dumps({"kind": kind, **key}, sort_keys=True, default=digest)
         path = self.folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.index"
         try:
             return _read(path, text)
@@ -135,8 +139,11 @@ class IndexCache:
         return arrays
 
 
+NO_CACHE: Final = IndexCache(None)
+
+
 def digest(array: npt.NDArray[Any]) -> str:
-    """Return a digest of an array, for use in a key."""
+    """Return a digest of an array."""
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 

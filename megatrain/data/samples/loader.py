@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatrain.config.errors import MegatrainError
-from megatrain.data.samples.dataset import MaskedSample
+from megatrain.data.samples.dataset import FamilySample
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.data.samples.sampler import SingleSampler
 from megatrain.parallel.batch import Batch
@@ -60,11 +60,6 @@ class _HostBatches:
             for name, shape in shapes.items()
         }
         self.documents: list[Documents | None] = [None] * num_microbatches
-
-    def fill_row(self, row: int, sample: AnySample) -> None:
-        """Copy a sample into a row."""
-        for name, values in sample.arrays.items():
-            self.arrays[name].numpy()[row] = values
 
     def batches(self, device: torch.device) -> list[Batch]:
         """Copy the micro-batches to the device."""
@@ -218,7 +213,8 @@ class BatchLoader:
             padding = _without_loss(samples[0] if samples else self._samples[0])
             samples += [padding] * (size - len(samples))
         for row, sample in enumerate(samples, start=number * size):
-            host.fill_row(row, sample)
+            for name, values in sample.arrays.items():
+                host.arrays[name].numpy()[row] = values
         if self._has_documents:
             documents = _documents(samples)
             if self._device.type == "cuda":
@@ -228,8 +224,8 @@ class BatchLoader:
 
 def _without_loss(sample: AnySample) -> AnySample:
     """Return a padding sample of the same shape whose loss mask is zero."""
-    if isinstance(sample, MaskedSample):
-        return MaskedSample({name: np.zeros_like(values) for name, values in sample.arrays.items()})
+    if isinstance(sample, FamilySample):
+        return FamilySample({name: np.zeros_like(values) for name, values in sample.arrays.items()})
     return type(sample)(
         np.zeros_like(sample.tokens),
         np.zeros_like(sample.labels),

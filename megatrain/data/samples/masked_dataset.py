@@ -21,7 +21,8 @@ import numpy.typing as npt
 from megatrain.config.derive.families import BERT_SPECIAL_TOKENS
 from megatrain.config.errors import InputError
 from megatrain.data.indexed.reader import taken
-from megatrain.data.samples.dataset import MaskedSample, TokenSpan
+from megatrain.data.samples.dataset import FamilySample, TokenSpan
+from megatrain.data.samples.index_cache import NO_CACHE
 from megatrain.data.samples.masking import MaskOptions, masked_runs
 from megatrain.data.samples.sentence_index import SentenceOrder, build_sentence_index
 
@@ -97,7 +98,7 @@ def build_masked_dataset(
     *,
     seed: int,
     num_samples: int | None,
-    cache: IndexCache | None = None,
+    cache: IndexCache = NO_CACHE,
 ) -> MaskedDataset:
     """Build the samples of the documents in `part`; the arguments are those of `build_sentence_index`.
 
@@ -138,7 +139,7 @@ class MaskedDataset:
         """Return the samples of all epochs."""
         return len(self.index)
 
-    def __getitem__(self, k: int) -> MaskedSample:
+    def __getitem__(self, k: int) -> FamilySample:
         """Return sample k. Raises InputError if an id is outside the vocabulary, or spans do not fit the decoder."""
         first, end, target = self._row(k)
         ids = self.source.read_several(range(first, end)).astype(np.int64)
@@ -174,7 +175,7 @@ class MaskedDataset:
         row: list[int] = self.index.samples.take((k,), axis=0)[0].tolist()
         return row
 
-    def _t5_sample(self, k: int, ids: Ids, target: int, random: np.random.RandomState) -> MaskedSample:
+    def _t5_sample(self, k: int, ids: Ids, target: int, random: np.random.RandomState) -> FamilySample:
         options, vocabulary = self.options, self.options.vocabulary
         text = ids[:target]
         runs = sorted(
@@ -211,7 +212,7 @@ class MaskedDataset:
             "enc_mask": _padded(np.ones(len(encoder)), options.seq_length),
             "dec_mask": mask.copy(),
         }
-        return MaskedSample(arrays)
+        return FamilySample(arrays)
 
     def _check_ids(self, ids: Ids, first: int) -> None:
         """Raise InputError unless the tokens of sentences from `first` on are in the vocabulary."""
@@ -230,7 +231,7 @@ def _bert_sample(
     target: int,
     options: MaskedSamples,
     random: np.random.RandomState,
-) -> MaskedSample:
+) -> FamilySample:
     """Return [CLS] A [SEP] B [SEP], or [CLS] A [SEP] without the order head, masked.
 
     Args:
@@ -268,7 +269,7 @@ def _bert_sample(
         "padding_mask": _padded(masked != 0, length),
         "truncated": np.array(int(excess > 0)),
     }
-    return MaskedSample(arrays)
+    return FamilySample(arrays)
 
 
 def _cut(parts: list[Ids], excess: int, random: np.random.RandomState) -> list[Ids]:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import ConfigError
-from megatrain.data.samples.index_cache import digest
+from megatrain.data.samples.index_cache import NO_CACHE
 from megatrain.data.samples.mersenne import shuffled_by_64, words_32
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def build_sentence_index(
     order: SentenceOrder,
     *,
     num_samples: int | None,
-    cache: IndexCache | None = None,
+    cache: IndexCache = NO_CACHE,
 ) -> SentenceIndex:
     """Build the index of one split.
 
@@ -105,18 +105,16 @@ def build_sentence_index(
         }
 
     sentences = slice(*(int(boundaries[document]) for document in (part.start, part.stop)))
-    if cache is None or not cache.should_cache(max(num_samples or 0, sentences.stop - sentences.start)):
-        arrays = build()
-    else:
-        key = {
-            "lengths": digest(lengths[sentences]),
-            "boundaries": digest(boundaries[part.start : part.stop + 1]),
-            "documents": [part.start, part.stop],
-            "samples": num_samples,
-            "format": _FORMAT,
-            **vars(order),
-        }
-        arrays = cache.get_or_build("sentences", key, build)
+    key = {
+        "lengths": lengths[sentences],
+        "boundaries": boundaries[part.start : part.stop + 1],
+        "documents": [part.start, part.stop],
+        "samples": num_samples,
+        "format": _FORMAT,
+        **vars(order),
+    }
+    num_rows = max(num_samples or 0, sentences.stop - sentences.start)
+    arrays = cache.arrays("sentences", num_rows, key, build)
     return SentenceIndex(arrays["samples"], int(arrays["epochs"][0]))
 
 

@@ -17,6 +17,7 @@ from megatrain.config.errors import InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 
 NO_PAD: Final = -1
+"""The pad id of a tokenizer, or of data, without padding; no stored token equals it."""
 GET_AGAIN: Final = "download or copy the tokenizer again"
 
 

@@ -19,19 +19,18 @@ from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.data.tokenizers.special_tokens import listed_end_ids
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
-from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
+from megatrain.interop.hf.config_file import CONFIG_NAME, RESTORE, ConfigFile
 from megatrain.interop.hf.families.table import family_of
 from megatrain.interop.hf.family import COUNT
 from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder, name_text
 from megatrain.interop.hf.settings import bias_shapes, flags_of, plan_of, read_settings, shapes_of
 from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, factor_of, their_tensors, zero_tensors
+from megatrain.model.gpt import EMBEDDING_NAME, OUTPUT_BIAS_NAME, OUTPUT_NAME
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box
 from megatrain.storage.untrusted_json import integer
 
-EMBEDDING: Final = "embedding.word_embeddings.weight"
-OUTPUT: Final = "output_layer.weight"
-_WITH_ROWS: Final = (EMBEDDING, OUTPUT, "output_layer.bias")
+_WITH_ROWS: Final = (EMBEDDING_NAME, OUTPUT_NAME, OUTPUT_BIAS_NAME)
 """Tensors with a row per id."""
 _MAX_LISTED: Final = 1000
 _ROWS_AT_A_TIME: Final = 4096
@@ -137,14 +136,10 @@ class HfCheckpoint(TensorReader):
         tensors = {
             name: StoredTensor(shape, {WEIGHT: self._kind(name)}) for name, shape in self._shapes.items()
         }
-        return Manifest(
-            iteration=0,
-            consumed_train_samples=0,
-            optimizer_step_count=0,
+        return Manifest.of_weights(
             state=stored_state(plan, expert_biases=self._expert_biases(), end_token_ids=list(self.end_ids))
             | self._decoder_start(),
             config=config,
-            files={},
             tensors=tensors,
             checksum=zlib.crc32(repr((config["model"], config["experts"], tensors)).encode()),
         )
@@ -156,9 +151,6 @@ class HfCheckpoint(TensorReader):
         check, names = integer(0, self.vocab_size - 1), ("decoder_start_token_id", "pad_token_id")
         found = self._folder.config.checked(*names, check=check, default=0, is_optional=True)
         return {"decoder_start_id": found or 0}
-
-    def close(self) -> None:
-        """Do nothing: files are open only while they are read."""
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
@@ -222,7 +214,7 @@ class HfCheckpoint(TensorReader):
             if value > num_tensors:
                 raise InputError(
                     f"{self._folder.config.path}: {value} {path.split('.')[1]} for {num_tensors} tensors",
-                    fix="restore the file from the model's source",
+                    fix=RESTORE,
                 )
 
     def _canonical_shapes(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
@@ -233,7 +225,7 @@ class HfCheckpoint(TensorReader):
         except (AssertionError, MegatrainError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self._folder.config.path}: describes no model ({str(error)[:200]})",
-                fix="restore the file from the model's source",
+                fix=RESTORE,
             ) from error
 
     def _names_in_files(self) -> dict[str, str]:
@@ -243,7 +235,7 @@ class HfCheckpoint(TensorReader):
             return {_renamed(name, self.family.renamed): name for name in names}
         if not prefix or any(name.startswith(prefix) for name in names):
             return {name: name for name in names}
-        head = self._their_name(OUTPUT)
+        head = self._their_name(OUTPUT_NAME)
         return {name if name == head else prefix + name: name for name in names}
 
     def _their_name(self, ours: str) -> str:
@@ -257,7 +249,7 @@ class HfCheckpoint(TensorReader):
         Raises:
             InputError: some are missing, unused or have another shape; all of them are named.
         """
-        expected, head = self._expected(), self._their_name(OUTPUT)
+        expected, head = self._expected(), self._their_name(OUTPUT_NAME)
         found = {name: self._folder.tensors[stored].shape for name, stored in self._stored_names.items()}
         left_out = self._not_read(head)
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
@@ -293,7 +285,7 @@ class HfCheckpoint(TensorReader):
                     f"{self.path}: {theirs.name} is not 0, and the models here have no such tensor",
                     fix="models of this kind are not converted; see docs/weights.md",
                 )
-        if OUTPUT not in self._shapes and head in found:
+        if OUTPUT_NAME not in self._shapes and head in found:
             self._check_tied(self._stored_names[head])
 
     def _not_read(self, head: str) -> list[re.Pattern[str]]:
@@ -323,12 +315,12 @@ class HfCheckpoint(TensorReader):
         except KeyError as error:
             raise InputError(
                 f"{self._folder.config.path}: the model has {error.args[0]}, and {self.family.architecture} does not",
-                fix="restore the file from the model's source",
+                fix=RESTORE,
             ) from error
 
     def _check_tied(self, head: str) -> None:
         """Check that an output weight which is stored although it is tied equals the embedding."""
-        embedding = self._stored_names[self._their_name(EMBEDDING)]
+        embedding = self._stored_names[self._their_name(EMBEDDING_NAME)]
         one, other = (self._folder.tensors[name] for name in (embedding, head))
         is_equal = (one.shape, one.dtype) == (other.shape, other.dtype) and all(
             bool((self._folder.rows(embedding, row, stop) == self._folder.rows(head, row, stop)).all())

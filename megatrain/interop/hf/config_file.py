@@ -11,6 +11,7 @@ from megatrain.config.errors import InputError
 from megatrain.storage.untrusted_json import Check, InvalidError, shown
 
 CONFIG_NAME: Final = "config.json"
+RESTORE: Final = "restore the file from the model's source"
 INERT: Final = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id pad_token_id
@@ -70,9 +71,7 @@ class ConfigFile:
         """Return the config.json under a key; `defaults`: values of absent keys of it, of the first call."""
         value = self.get(key)
         if not isinstance(value, dict):
-            raise InputError(
-                f"{self.path}: has no object {key}", fix="restore the file from the model's source"
-            )
+            raise InputError(f"{self.path}: has no object {key}", fix=RESTORE)
         if key not in self._nested:
             self._nested[key] = ConfigFile(Path(f"{self.path} ({key})"), {**defaults, **value})
         return self._nested[key]
@@ -88,15 +87,11 @@ class ConfigFile:
         if value is None and is_optional:
             return None
         if value is None:
-            raise InputError(
-                f"{self.path}: has no {names[0]}", fix="restore the file from the model's source"
-            )
+            raise InputError(f"{self.path}: has no {names[0]}", fix=RESTORE)
         try:
             check(value, names[0])
         except InvalidError as error:
-            raise InputError(
-                f"{self.path}: {error}", fix="restore the file from the model's source"
-            ) from error
+            raise InputError(f"{self.path}: {error}", fix=RESTORE) from error
         return value
 
     def refusal(self, name: str, value: Any, reason: str = "") -> InputError:

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatrain.config.derive.patterns import parse_expert_pattern, parse_layer_pattern, parse_window
+from megatrain.config.derive.patterns import (
+    MAX_LAYERS,
+    parse_expert_pattern,
+    parse_layer_pattern,
+    parse_window,
+)
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.family import COUNT, POSITIVE
 from megatrain.storage.untrusted_json import integer, list_of, text
 
-_LAYERS: Final = "num_hidden_layers"
-_ATTENTION: Final = ("full_attention", "sliding_attention")
-_MAX_LAYERS: Final = 1 << 16
+ATTENTION_KINDS: Final = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,11 @@ class Windows:
         is_on = self.switch is None or source.get(self.switch, default=False) is True
         if size is None or not is_on:
             return {}
-        num_layers = source.checked(_LAYERS, check=integer(1, _MAX_LAYERS))
+        num_layers = num_layers_of(source)
         has_window = [True] * num_layers
         if self.layers is not None:
             types = source.checked(
-                "layer_types", check=list_of(text(_ATTENTION), most=_MAX_LAYERS), is_optional=True
+                "layer_types", check=list_of(text(ATTENTION_KINDS), most=MAX_LAYERS), is_optional=True
             )
             has_window = (
                 self.layers(source, num_layers)
@@ -93,7 +96,7 @@ class Windows:
         left = parse_window(model.window_size)
         has_window = parse_layer_pattern(model.window_attn_skip_freq, model.num_layers, one_means=True)
         if self.layers is not None:
-            keys["layer_types"] = [_ATTENTION[left is not None and one] for one in has_window]
+            keys["layer_types"] = [ATTENTION_KINDS[left is not None and one] for one in has_window]
         if self.switch is not None:
             keys[self.switch] = left is not None
         return {**keys, "sliding_window": None if left is None else left + 1}
@@ -103,10 +106,10 @@ class ExpertLayers:
     """Layers with experts, of Qwen: every `decoder_sparse_step`th, without `mlp_only_layers`."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        num_layers = source.checked(_LAYERS, check=integer(1, _MAX_LAYERS))
+        num_layers = num_layers_of(source)
         step = source.checked("decoder_sparse_step", check=COUNT, default=1)
         dense = source.checked(
-            "mlp_only_layers", check=list_of(integer(0, _MAX_LAYERS)), default=[], is_optional=True
+            "mlp_only_layers", check=list_of(integer(0, MAX_LAYERS)), default=[], is_optional=True
         )
         dense = frozenset(dense or ())
         has_experts = [number not in dense and (number + 1) % step == 0 for number in range(num_layers)]
@@ -136,6 +139,12 @@ class GemmaScales:
         scalar = config.model.kv_channels if scale is None else 1 / scale**2
         is_whole = math.isclose(scalar, round(scalar), rel_tol=1e-6)
         return {"query_pre_attn_scalar": round(scalar) if is_whole else scalar}
+
+
+def num_layers_of(source: ConfigFile) -> int:
+    """Return the number of layers; lists of layers have as many entries."""
+    found: int = source.checked("num_hidden_layers", check=integer(1, MAX_LAYERS))
+    return found
 
 
 def layer_list(values: list[bool]) -> str:

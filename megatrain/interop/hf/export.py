@@ -28,13 +28,13 @@ from megatrain.config.schema.tree import Config
 from megatrain.config.schema.vision import VisionConfig
 from megatrain.data.tokenizers.files import read_json
 from megatrain.interop.foreign_run import rows_to_copy
-from megatrain.interop.hf.checkpoint import EMBEDDING
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.processor_files import processor_files
 from megatrain.interop.hf.settings import MTP, bias_shapes, fitting_family, has_tensor, shapes_of
 from megatrain.interop.hf.tensors import Part, their_tensors, unused_tensors, zero_tensors
 from megatrain.interop.hf.tokenizer_files import json_bytes, tokenizer_files
+from megatrain.model.gpt import EMBEDDING_NAME
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 
@@ -73,9 +73,9 @@ class HfExport(TensorReader):
         self._has_images = bool(data.image_data_path)
         if model.max_position_embeddings is None:  # which every config.json has
             model = replace(model, max_position_embeddings=data.seq_length)
-        if EMBEDDING not in manifest.tensors:
-            raise MismatchError(f"{reader.path}: has no {EMBEDDING}", fix="export another checkpoint")
-        self.vocab_size = manifest.tensors[EMBEDDING].shape[0]
+        if EMBEDDING_NAME not in manifest.tensors:
+            raise MismatchError(f"{reader.path}: has no {EMBEDDING_NAME}", fix="export another checkpoint")
+        self.vocab_size = manifest.tensors[EMBEDDING_NAME].shape[0]
         self.tokenizer_config: TokenizerConfig = stored_section(
             reader.path, manifest.config, "tokenizer", TokenizerConfig
         )
@@ -113,7 +113,7 @@ class HfExport(TensorReader):
         """Return the dtype of one of their tensors; it has no chunks."""
         theirs = self.tensors[name]
         assert theirs.shape == shape, name
-        first = theirs.parts[0].name if theirs.parts and not theirs.offset else EMBEDDING
+        first = theirs.parts[0].name if theirs.parts and not theirs.offset else EMBEDDING_NAME
         if first in self._biases:
             return StoredKind("F32", ())
         return StoredKind(self._reader.kind(first, self.manifest.tensors[first].shape, kind).dtype, ())

@@ -47,6 +47,8 @@ class Value:
     is_optional: bool = False
     also: tuple[str, ...] = ()
     """Other names of the key."""
+    unset: Any = None
+    """Value that is written for a setting without one."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         value = source.checked(
@@ -55,7 +57,8 @@ class Value:
         return {} if value is None else {self.ours: value if self.check is COUNT else float(value)}
 
     def write(self, config: Config) -> dict[str, Any]:
-        return {self.theirs: config.get(self.ours)}
+        value = config.get(self.ours)
+        return {self.theirs: self.unset if value is None else value}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megatrain.checkpoint.checked_files import open_regular_file, read_into, rea
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.find import OF_MEGATRON, newest_of_megatron
 from megatrain.checkpoint.manifest import DTYPES
-from megatrain.checkpoint.tensor_file import bytes_of
+from megatrain.checkpoint.tensor_file import MAX_HEADER_BYTES, bytes_of
 from megatrain.config.errors import InputError
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 from megatrain.storage.untrusted_json import (
@@ -41,8 +41,6 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 TOKENIZER_NAME: Final = "tokenizer.json"
 _MAX_CONFIG_BYTES: Final = 1 << 20
-_MAX_HEADER_BYTES: Final = 100_000_000
-"""Limit of the safetensors library."""
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _SIZE: Final = integer(0, 1 << 50)
 _ENTRY: Final = record(
@@ -180,7 +178,7 @@ class HfFolder:
             )
         found: dict[str, set[str] | None] = {}
         try:
-            index = json_object(self._json(INDEX_NAME, _MAX_HEADER_BYTES).get("weight_map"), "weight_map")
+            index = json_object(self._json(INDEX_NAME, MAX_HEADER_BYTES).get("weight_map"), "weight_map")
         except InvalidError as error:
             raise self._damaged(INDEX_NAME, str(error)) from error
         for tensor, name in index.items():
@@ -201,11 +199,11 @@ class HfFolder:
                 size = file.seek(0, 2)
                 read_into(file, memoryview(length), 0, path)
                 num_bytes = int.from_bytes(length, "little")
-                if num_bytes > min(_MAX_HEADER_BYTES, size - 8):
+                if num_bytes > min(MAX_HEADER_BYTES, size - 8):
                     raise self._damaged(name, f"a header of {num_bytes} bytes in a file of {size}")
                 header = bytearray(num_bytes)
                 read_into(file, memoryview(header), 8, path)
-            entries = json_object(parse_json(bytes(header), max_bytes=_MAX_HEADER_BYTES), "the header")
+            entries = json_object(parse_json(bytes(header), max_bytes=MAX_HEADER_BYTES), "the header")
             entries.pop("__metadata__", None)
             return _tensors(path, entries, 8 + num_bytes, size)
         except DamagedError as error:

@@ -19,8 +19,9 @@ from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.derive.vision import PROJECTOR, TOWER
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.interop.foreign_run import stored_state
-from megatrain.interop.hf.checkpoint import EMBEDDING, OUTPUT, HfCheckpoint
+from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.settings import flags_of, plan_of, registry_of
+from megatrain.model.gpt import EMBEDDING_NAME, OUTPUT_NAME
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Box, BoxRange, ParamLayout, Piece
@@ -91,17 +92,13 @@ class JoinedModel(TensorReader):
         base = self.language.manifest
         config["tokenizer"] = base.config["tokenizer"]
         tensors = {name: self._stored(name, piece.shape) for name, (_, piece) in self._pieces.items()}
-        return Manifest(
-            iteration=0,
-            consumed_train_samples=0,
-            optimizer_step_count=0,
+        return Manifest.of_weights(
             state=stored_state(
                 self._plan,
                 expert_biases=base.state["expert_biases"],
                 end_token_ids=base.state["end_token_ids"],
             ),
             config=config,
-            files={},
             tensors=tensors,
             checksum=zlib.crc32(repr((config["model"], config["vision"], tensors)).encode()),
         )
@@ -119,12 +116,12 @@ class JoinedModel(TensorReader):
         """Return the folder that has a tensor, and its name there."""
         if name.startswith(f"{TOWER}."):
             return self._tower, name
-        is_tied = name == OUTPUT and OUTPUT not in self.language.manifest.tensors
-        return self.language, EMBEDDING if is_tied else name
+        is_tied = name == OUTPUT_NAME and OUTPUT_NAME not in self.language.manifest.tensors
+        return self.language, EMBEDDING_NAME if is_tied else name
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         if name.startswith(f"{PROJECTOR}."):
-            return StoredTensor(shape, {WEIGHT: self._stored(EMBEDDING, ()).kinds[WEIGHT]})
+            return StoredTensor(shape, {WEIGHT: self._stored(EMBEDDING_NAME, ()).kinds[WEIGHT]})
         reader, theirs = self._home(name)
         found = reader.manifest.tensors[theirs]
         if shape not in ((), found.shape):

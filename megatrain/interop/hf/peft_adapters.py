@@ -56,7 +56,7 @@ def peft_files(reader: TensorReader, base: str | None) -> dict[str, bytes]:
     adapters = reader.manifest.config.get("adapters", {})
     if not adapters.get("lora_rank"):
         raise ConfigError(f"{reader.path} has no adapters", fix="export the weights with megatrain-to-hf")
-    homes = _homes(HfExport(reader).tensors)
+    homes = {part.name: theirs for theirs in HfExport(reader).tensors.values() for part in theirs.parts}
     tensors: dict[str, Tensor] = {}
     for name, stored in reader.manifest.tensors.items():
         a, b = adapter_names(name)
@@ -212,10 +212,6 @@ class PeftCheckpoint(TensorReader):
                 values.float() if ending == _A else values.float()[_rows(theirs)]
             )
         return found
-
-
-def _homes(tensors: Mapping[str, TheirTensor]) -> dict[str, TheirTensor]:
-    return {part.name: theirs for theirs in tensors.values() for part in theirs.parts}
 
 
 def _require_one_part(theirs: TheirTensor, path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
+from megatrain.interop.hf.config_parts import ATTENTION_KINDS
 from megatrain.interop.hf.family import COUNT, POSITIVE
 from megatrain.storage.untrusted_json import flag
 
@@ -88,8 +89,8 @@ class RopeByLayer:
     def read(self, source: ConfigFile) -> dict[str, Any]:
         given, scaling = source.get("rope_parameters"), source.get("rope_scaling")
         kinds: dict[str, Any] = given if isinstance(given, dict) else {}
-        both = [kinds.get(kind) for kind in _KINDS]
-        are_known = isinstance(given, dict | None) and set(kinds) <= set(_KINDS)
+        both = [kinds.get(kind) for kind in ATTENTION_KINDS]
+        are_known = isinstance(given, dict | None) and set(kinds) <= set(ATTENTION_KINDS)
         if not are_known or not all(isinstance(keys, dict | None) for keys in (*both, scaling)):
             raise source.refusal(
                 "rope_parameters", given or scaling, "it has parameters of two kinds of layers"
@@ -116,11 +117,10 @@ class RopeByLayer:
         full = {**_parameters(config), "rope_theta": bases[0]}
         windows = {"rope_type": "default", "rope_theta": bases[1]}
         older = dict(zip(("rope_theta", "rope_local_base_freq"), bases, strict=True))
-        parameters = dict(zip(_KINDS, (full, windows), strict=True))
+        parameters = dict(zip(ATTENTION_KINDS, (full, windows), strict=True))
         return {**_both_forms(full), "rope_parameters": parameters, **older}
 
 
-_KINDS: Final = ("full_attention", "sliding_attention")
 _LLAMA3: Final = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

@@ -19,13 +19,14 @@ from typing import Any, Final
 from torch import Tensor
 
 from megatrain.checkpoint.errors import DamagedImportError, MismatchError
-from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind, StoredTensor
+from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_values import check_stored_values
+from megatrain.checkpoint.tensor_file import dtype_name
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import layout_of, plan_of, tokenizer_settings
 from megatrain.interop.megatron.dcp_folder import DcpFolder
-from megatrain.interop.megatron.inert_pickle import Record
+from megatrain.interop.megatron.inert_pickle import fields_of
 from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part, family_of, parts_of
 from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
 from megatrain.interop.megatron.torch_files import FILE_NAME, TorchFiles
@@ -35,7 +36,6 @@ from megatrain.parallel.layout import Box, box_shape, whole_box
 _STATE: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _BUCKETS: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _MASTER: Final = ("fp32_param", "param")
-_SAFETENSORS: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class MegatronCheckpoint(TensorReader):
 
     def _kinds(self, source: _Source) -> dict[str, StoredKind]:
         return {
-            kind: StoredKind(_SAFETENSORS[self._folder.tensors[name].dtype], ())
+            kind: StoredKind(dtype_name(self._folder.tensors[name].dtype), ())
             for kind, name in source.tensors.items()
         }
 
@@ -247,11 +247,7 @@ def _opened(path: Path, *, allows_format_torch: bool) -> TorchDistFolder | DcpFo
 
 def _mapping(value: Any) -> dict[str, Any]:
     """Return a dictionary, a list with one, or the fields of a record as a dictionary."""
-    found = value[0] if isinstance(value, list) and value else value
-    found = found.state if isinstance(found, Record) else found
-    if not isinstance(found, dict):
-        raise TypeError(f"{type(found).__name__} where names and values were expected")
-    return found
+    return fields_of(value[0] if isinstance(value, list) and value else value)
 
 
 def _param_groups(optimizer: Any) -> list[dict[str, Any]]:

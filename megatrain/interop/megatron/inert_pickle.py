@@ -51,6 +51,14 @@ def path_of(value: Any) -> str:
     return value.path if isinstance(value, Record) else ""
 
 
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return a dictionary, or the fields of a record as a dictionary."""
+    found = value.state if isinstance(value, Record) else value
+    if not isinstance(found, dict):
+        raise TypeError(f"{type(found).__name__} where names and values were expected")
+    return found
+
+
 def read_pickle(data: bytes) -> Any:
     """Return the object of a pickle; objects of classes are records, sets too. Persistent ids stand for themselves.
 

@@ -34,7 +34,7 @@ from megatrain.interop.megatron.archive import (
     size_of,
     tensor_record,
 )
-from megatrain.interop.megatron.inert_pickle import Record
+from megatrain.interop.megatron.inert_pickle import Record, fields_of
 from megatrain.interop.megatron.names import GATED, LANGUAGE, STORED_TWICE
 from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
 
@@ -126,7 +126,7 @@ class TorchFiles:
             found = sorted(self._files())
             first = self._state(found[0][1])
             self._common = {name: first[name] for name in first if not _MODEL.fullmatch(name)}
-            self._sizes = _sizes_of(path, _fields(first.get("args")))
+            self._sizes = _sizes_of(path, fields_of(first.get("args")))
             self._open_all(found)
             self.tensors: dict[str, _Tensor] = dict(self._whole_tensors())
         except NOT_AS_EXPECTED as error:
@@ -221,7 +221,7 @@ class TorchFiles:
         found: list[_Local] = []
         for number, key in enumerate(keys):
             first = (number * sizes.pp + pp) * per_chunk
-            for name, value in _fields(state[key]).items():
+            for name, value in fields_of(state[key]).items():
                 record = tensor_record(value)
                 if record is None:
                     continue
@@ -277,14 +277,6 @@ def _chunks_of(
             box[1] = (local.tp_rank * local.size[1], (local.tp_rank + 1) * local.size[1])
         rows = slice(piece * length, (piece + 1) * length)
         yield (*stacked, *box), _Source(local.place, local.record, rows, len(stacked))
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Return a dictionary, or the fields of a record."""
-    found = value.state if isinstance(value, Record) else value
-    if not isinstance(found, dict):
-        raise TypeError(f"{type(found).__name__} where names and values were expected")
-    return found
 
 
 def _sizes_of(path: Path, arguments: Mapping[str, Any]) -> _Sizes:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatrain.config.model_spec.relative_positions import RelativePositionSpec
+from megatrain.config.model_spec.attention import RelativePositionSpec
 from megatrain.kernels.attention.interface import DistanceBias
 from megatrain.model import functions
 from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule

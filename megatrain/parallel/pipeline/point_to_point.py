@@ -20,11 +20,8 @@ from torch import Tensor
 from megatrain.parallel.collectives import Transfer, begin_receive, begin_send
 from megatrain.parallel.grid import Channel, RankGrid, RankGroup
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.schedule import RECEIVED_AS
 
-_RECEIVED_AS: Final = {
-    ActionKind.POST_FORWARD: ActionKind.RECV_FORWARD,
-    ActionKind.POST_BACKWARD: ActionKind.RECV_BACKWARD,
-}
 _FORWARD: Final = (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
 _SENDS: Final = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 
@@ -54,7 +51,7 @@ class PointToPoint:
 
     def post(self, action: Action, x: Tensor) -> None:
         """Begin to receive into `x`; `action` is a post, or a receive that is not posted earlier."""
-        received = Action(_RECEIVED_AS.get(action.kind, action.kind), action.microbatch, action.chunk)
+        received = Action(RECEIVED_AS.get(action.kind, action.kind), action.microbatch, action.chunk)
         group = self.grid.channels[self._channel(received)]
         self._posted[received] = begin_receive(x, group, step_to_peer(group)), x
 

@@ -31,10 +31,12 @@ from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement, combined
 from megatrain.parallel.pipeline.dualpipe_v import dualpipe_v_passes
 
-_POSTS: Final = {
-    ActionKind.RECV_FORWARD: ActionKind.POST_FORWARD,
-    ActionKind.RECV_BACKWARD: ActionKind.POST_BACKWARD,
+RECEIVED_AS: Final = {
+    ActionKind.POST_FORWARD: ActionKind.RECV_FORWARD,
+    ActionKind.POST_BACKWARD: ActionKind.RECV_BACKWARD,
 }
+"""The receive that waits for what a post has begun to receive."""
+_POSTS: Final = {receive: post for post, receive in RECEIVED_AS.items()}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class PipelineSchedule:
     """One of `PIPELINE_SCHEDULES`."""
     placement: Placement
     group_size: int | None = None
-    """Micro-batches that one chunk computes before the next (interleaved)."""
+    """Micro-batches that one chunk computes before the next, at least the number of ranks; None: that number (interleaved)."""
     posts_receives: bool = True
     """Post each receive before the pass that precedes the one that needs it."""
     combines: bool = False
@@ -65,40 +67,30 @@ class PipelineSchedule:
         return with_posts(actions) if self.posts_receives else list(actions)
 
 
-def one_forward_one_backward(
-    rank: int, num_ranks: int, num_microbatches: int, *, combines: bool = False
-) -> list[Action]:
+def one_forward_one_backward(schedule: PipelineSchedule, rank: int, num_microbatches: int) -> list[Action]:
     """Return 1F1B: a rank runs ahead by one forward pass per later rank. One rank: F B F B ..., or combined F FB FB ... B."""
-    assert num_ranks == 1 or not combines, "a later rank would wait for both passes of an earlier one"
+    ranks = schedule.placement.num_ranks
     forward = [Action(ActionKind.FORWARD, number) for number in range(num_microbatches)]
     backward = [Action(ActionKind.BACKWARD, number) for number in range(num_microbatches)]
-    passes = _alternating(forward, backward, num_ranks - rank - 1, combines=combines)
-    return with_messages(passes, rank, Placement(num_ranks))
+    combines = schedule.combines and ranks == 1  # a later rank would wait for both passes of an earlier one
+    passes = _alternating(forward, backward, ranks - rank - 1, combines=combines)
+    return with_messages(passes, rank, Placement(ranks))
 
 
-def interleaved(
-    rank: int,
-    placement: Placement,
-    num_microbatches: int,
-    *,
-    group_size: int | None = None,
-    combines: bool = False,
-) -> list[Action]:
-    """Return interleaved 1F1B over the chunks of a rank.
+def interleaved(schedule: PipelineSchedule, rank: int, num_microbatches: int) -> list[Action]:
+    """Return interleaved 1F1B over the chunks of a rank. A rest of fewer micro-batches than ranks joins the first group.
 
-    Args:
-        group_size: micro-batches that one chunk computes before the next chunk follows, at least the number of ranks;
-            None: the number of ranks. A rest of fewer micro-batches than ranks joins the first group.
-        combines: a rank runs ahead by one more pass, and then a forward pass together with each backward pass.
+    With `combines`, a rank runs ahead by one more pass, and then a forward pass together with each backward pass.
     """
+    placement = schedule.placement
     ranks, chunks = placement.num_ranks, placement.num_chunks
-    group_size = group_size or ranks
-    groups = _groups(num_microbatches, group_size, ranks)
+    groups = _groups(num_microbatches, schedule.group_size or ranks, ranks)
     order = [(microbatch, chunk) for group in groups for chunk in range(chunks) for microbatch in group]
     forward = [Action(ActionKind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
     backward = [Action(ActionKind.BACKWARD, microbatch, chunks - 1 - chunk) for microbatch, chunk in order]
     ahead = 2 * (ranks - rank - 1) + (chunks - 1) * len(groups[0])
-    return with_messages(_alternating(forward, backward, ahead, combines=combines), rank, placement)
+    passes = _alternating(forward, backward, ahead, combines=schedule.combines)
+    return with_messages(passes, rank, placement)
 
 
 def _groups(num_microbatches: int, size: int, smallest: int) -> list[range]:
@@ -109,13 +101,13 @@ def _groups(num_microbatches: int, size: int, smallest: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise([*starts, num_microbatches])]
 
 
-def zero_bubble(rank: int, placement: Placement, num_microbatches: int) -> list[Action]:
+def zero_bubble(schedule: PipelineSchedule, rank: int, num_microbatches: int) -> list[Action]:
     """Return ZB-H1 for one chunk, ZB-V for two chunks in a V: weight gradients are deferred into the bubble.
 
     The peak number of passes between forward and weight gradients is that of the first rank of 1F1B, per chunk.
     """
-    passes = _zero_bubble(placement, num_microbatches)[rank]
-    return with_messages(passes, rank, placement)
+    passes = _zero_bubble(schedule.placement, num_microbatches)[rank]
+    return with_messages(passes, rank, schedule.placement)
 
 
 @functools.lru_cache(maxsize=4)
@@ -201,16 +193,6 @@ def forward_only(rank: int, placement: Placement, num_microbatches: int) -> list
     return with_messages(passes, rank, placement)
 
 
-def with_split_backward(actions: Sequence[Action]) -> list[Action]:
-    """Return the schedule with weight gradients as separate actions after each backward pass."""
-    split: list[Action] = []
-    for action in actions:
-        split.append(action)
-        if action.kind is ActionKind.BACKWARD:
-            split.append(Action(ActionKind.WEIGHT, action.microbatch, action.chunk))
-    return split
-
-
 def with_messages(passes: Sequence[Action], rank: int, placement: Placement) -> list[Action]:
     """Return a rank's passes, each between the messages that it needs and those that it sends to adjacent virtual stages."""
     return [action for one in passes for action in _with_messages(one, rank, placement)]
@@ -282,33 +264,19 @@ ActionsOf = Callable[[PipelineSchedule, int, int], list[Action]]
 """The actions of a training step, of a schedule, a rank and a number of micro-batches."""
 
 
-def _of_1f1b(schedule: PipelineSchedule, rank: int, count: int) -> list[Action]:
-    ranks = schedule.placement.num_ranks
-    return one_forward_one_backward(rank, ranks, count, combines=schedule.combines and ranks == 1)
-
-
-def _of_interleaved(schedule: PipelineSchedule, rank: int, count: int) -> list[Action]:
-    return interleaved(
-        rank, schedule.placement, count, group_size=schedule.group_size, combines=schedule.combines
-    )
-
-
-def _of_zero_bubble(schedule: PipelineSchedule, rank: int, count: int) -> list[Action]:
-    return zero_bubble(rank, schedule.placement, count)
-
-
-def _of_dualpipe_v(schedule: PipelineSchedule, rank: int, count: int) -> list[Action]:
-    if schedule.placement.num_chunks == 1:  # of one stage
-        return _of_1f1b(schedule, rank, count)
-    passes = dualpipe_v_passes(rank, schedule.placement.num_ranks, count)
+def dualpipe_v(schedule: PipelineSchedule, rank: int, num_microbatches: int) -> list[Action]:
+    """Return DualPipeV, or 1F1B for one stage."""
+    if schedule.placement.num_chunks == 1:
+        return one_forward_one_backward(schedule, rank, num_microbatches)
+    passes = dualpipe_v_passes(rank, schedule.placement.num_ranks, num_microbatches)
     return with_messages(passes, rank, schedule.placement)
 
 
 ACTIONS: Final[Mapping[str, ActionsOf]] = {
-    "1f1b": _of_1f1b,
-    "interleaved": _of_interleaved,
-    "zb-h1": _of_zero_bubble,
-    "zb-v": _of_zero_bubble,
-    "dualpipe-v": _of_dualpipe_v,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble,
+    "zb-v": zero_bubble,
+    "dualpipe-v": dualpipe_v,
 }
 """Actions of `PIPELINE_SCHEDULES`."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.schedule import RECEIVED_AS
 
 _STEPS = {
     ActionKind.SEND_FORWARD: 1,
@@ -24,10 +25,6 @@ _STEPS = {
 _SENT_AS = {
     ActionKind.RECV_FORWARD: ActionKind.SEND_FORWARD,
     ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD,
-}
-_RECEIVED_AS = {
-    ActionKind.POST_FORWARD: ActionKind.RECV_FORWARD,
-    ActionKind.POST_BACKWARD: ActionKind.RECV_BACKWARD,
 }
 
 
@@ -150,7 +147,7 @@ class _Rank:
         first = self.position
         while self.has_actions:
             action = self.schedule[self.position]
-            if action.kind in _RECEIVED_AS:
+            if action.kind in RECEIVED_AS:
                 network.post(self.number, action, self.clock)
             elif action.kind in _SENT_AS:
                 arrived = network.receive(self.number, action, self.clock)
@@ -225,7 +222,7 @@ class _Network:
 
     def post(self, rank: int, action: Action, time: float) -> None:
         """Begin a receive."""
-        received = Action(_RECEIVED_AS[action.kind], action.microbatch, action.chunk)
+        received = Action(RECEIVED_AS[action.kind], action.microbatch, action.chunk)
         self._source(rank, received)[1].posted.append((received, time))
 
     def receive(self, rank: int, action: Action, time: float) -> float | None:

@@ -30,15 +30,16 @@ from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.checkpoint.save import begin_save, commit_save, merge_reports, remove_failed_save
 from megatrain.checkpoint.shard_file import ChunkEntry, one_ahead, write_shard_file
+from megatrain.checkpoint.stored_values import FIELDS
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.errors import ConfigError
+from megatrain.interop.hf.folder import INDEX_NAME
 from megatrain.parallel.layout import box_shape, whole_box
 from megatrain.storage.disk import Disk, write_file
 from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
 
 _FILE_BYTES = 5 << 30
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-INDEX_NAME = "model.safetensors.index.json"
 
 
 def reshard(arguments: argparse.Namespace) -> None:
@@ -171,16 +172,8 @@ def _write_files(
             ]
             file = {"num_bytes": written.num_bytes, "header_crc32": written.header_crc32}
             reports.append({"name": name, "file": file, "chunks": rows})
-    manifest = reader.manifest
-    merged = merge_reports(
-        [reports],
-        iteration=manifest.iteration,
-        consumed_train_samples=manifest.consumed_train_samples,
-        optimizer_step_count=manifest.optimizer_step_count,
-        state=manifest.state,
-        config=manifest.config,
-    )
-    commit_save(temporary, final, merged, disk, replaces=False)
+    manifest = merge_reports([reports], **{name: getattr(reader.manifest, name) for name in FIELDS})
+    commit_save(temporary, final, manifest, disk, replaces=False)
 
 
 def _write_weights(

@@ -29,7 +29,7 @@ from megatrain.data.files import log_to_stderr
 from megatrain.data.indexed.merge import merge
 from megatrain.data.preprocess.flags import add_tokenizer_flags
 from megatrain.data.samples.build import BuiltIndex, SplitDatasets
-from megatrain.data.samples.dataset import MaskedSample, Sample, SampleDataset, TokenSpan
+from megatrain.data.samples.dataset import FamilySample, Sample, SampleDataset, TokenSpan
 from megatrain.data.samples.index_cache import NotCachedError, Share
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.images import SUFFIXES, described_images, inspect_rows
@@ -135,16 +135,16 @@ def run_sample(arguments: argparse.Namespace) -> None:
         )
     sample, spans = samples[arguments.index], samples.spans(arguments.index)
     if arguments.json:
-        arrays = sample.arrays if isinstance(sample, MaskedSample) else vars(sample)
+        arrays = sample.arrays if isinstance(sample, FamilySample) else vars(sample)
         print(json.dumps({name: values.tolist() for name, values in arrays.items()}))
         return
     print(_headline(plan, arguments.of, arguments.index, len(samples)))
     kind = plan.config.tokenizer.tokenizer_type
     tokenizer = None if kind in (None, "NullTokenizer") else load_tokenizer(plan.config.tokenizer)
-    if isinstance(sample, MaskedSample) and "images" in sample.arrays:
+    if isinstance(sample, FamilySample) and "images" in sample.arrays:
         print(described_images(sample, plan, tokenizer, arguments.picture))
         return
-    if isinstance(sample, MaskedSample):
+    if isinstance(sample, FamilySample):
         assert tokenizer is not None, "a rule refuses others"
         print(described_masked(sample, spans, tokenizer))
         return

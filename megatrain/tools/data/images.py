@@ -23,7 +23,7 @@ from megatrain.data.files import report_write_errors
 from megatrain.data.images.build import opened
 from megatrain.data.images.pixels import Tiling, decode, require_pillow, tiling_of
 from megatrain.data.images.rows import Row
-from megatrain.data.samples.dataset import MaskedSample
+from megatrain.data.samples.dataset import FamilySample
 from megatrain.data.samples.index_cache import IndexCache
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.tools.data.inspect import printable, shown_ids
@@ -41,7 +41,7 @@ SUFFIXES: Final = (".jsonl", ".json", ".tar")
 
 
 def described_images(
-    sample: MaskedSample, plan: Plan, tokenizer: Tokenizer | None, picture: str | None
+    sample: FamilySample, plan: Plan, tokenizer: Tokenizer | None, picture: str | None
 ) -> str:
     """Return the text of a sample with images, conversation by conversation, and write its picture."""
     arrays, vision = sample.arrays, plan.derived.model_spec.vision

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.samples.dataset import MaskedSample, TokenSpan
+from megatrain.data.samples.dataset import FamilySample, TokenSpan
 from megatrain.data.tokenizers.build import Tokenizer
 from megatrain.tools.data.inspect import printable
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-def described_masked(sample: MaskedSample, spans: list[TokenSpan], tokenizer: Tokenizer) -> str:
+def described_masked(sample: FamilySample, spans: list[TokenSpan], tokenizer: Tokenizer) -> str:
     """Return the sentences of a sample, its texts and its labels, without padding."""
     arrays = sample.arrays
     lines = _bert(arrays, tokenizer) if "text" in arrays else _t5(arrays, tokenizer)

@@ -28,12 +28,13 @@ from megatrain.tools.doctor.host import (
     check_versions,
 )
 from megatrain.tools.doctor.ranks import check_ranks, measure_ranks
-from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout
 from megatrain.tools.plan.search import Run
 from megatrain.tools.plan.step_time import rank_weights
 from megatrain.tools.subcommands import add_command
 from megatrain.training.launch.ranks import local_gpu
+from megatrain.training.planning.gpus import GPUS
 
 
 def add_flags(commands: Any) -> None:

@@ -25,7 +25,7 @@ from megatrain.inference.image_vectors import PromptImages, prompt_images, with_
 from megatrain.inference.sampling import LogProb, Sampling
 from megatrain.inference.stored_model import LoadedModel
 from megatrain.inference.texts import TextCompletion, TextEngine, encode_prompt
-from megatrain.tools.generation.load import Generation, Process, add_model_flags, joined_process, load
+from megatrain.tools.generation.load import Generation, add_model_flags, joined_process, load
 from megatrain.tools.subcommands import CommandParser, add_command
 
 
@@ -113,7 +113,13 @@ def run(arguments: argparse.Namespace) -> None:
         tiles = [None if one is None else one.tiles for one in images]
         texts = [engine.submit(*one) for one in zip(ids, samplings, tiles, strict=True)]
         started = time.perf_counter()
-        _run_engine(arguments, process, engine, [one.text for one in prompts], texts)
+        given = [one.text for one in prompts]
+        write = _write if process.ranks.rank == 0 else lambda _: None
+        if arguments.json:
+            _run_to_json(engine, given, texts, write)
+        else:
+            between = "\n" if engine.start_id is not None or arguments.chat else ""
+            _run_to_text(engine, given, texts, write, between)
         seconds, count = time.perf_counter() - started, sum(one.completion.num_new for one in texts)
         process.note(f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.1f} tokens/s")
 
@@ -314,21 +320,6 @@ def _talk(generation: Generation, sampling: Sampling, chat: Conversations) -> No
 
 def _write(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _run_engine(
-    arguments: argparse.Namespace,
-    process: Process,
-    engine: TextEngine,
-    prompts: Sequence[str],
-    texts: Sequence[TextCompletion],
-) -> None:
-    write = _write if process.ranks.rank == 0 else lambda _: None
-    if arguments.json:
-        _run_to_json(engine, prompts, texts, write)
-    else:
-        between = "\n" if engine.start_id is not None or arguments.chat else ""
-        _run_to_text(engine, prompts, texts, write, between)
 
 
 def _run_to_text(

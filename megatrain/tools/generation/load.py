@@ -31,7 +31,7 @@ from megatrain.parallel.process_groups import make_group
 from megatrain.process.available_memory import available_bytes
 from megatrain.tools.checkpoint.source import opened
 from megatrain.tools.subcommands import CommandParser
-from megatrain.training.launch.ranks import check_launch, join_store
+from megatrain.training.launch.ranks import check_launch, join_store, local_gpu
 from megatrain.training.liveness.rank_watch import RankWatch
 from megatrain.training.logging.console import Console
 
@@ -299,13 +299,11 @@ def chosen_device(wanted: str | None, environment: LaunchEnvironment) -> torch.d
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU", fix="use --device cpu")
-    count, local_rank = torch.cuda.device_count(), environment.local_rank
-    number = 0 if environment.binds_gpus and count == 1 else local_rank
-    if number >= count:
+    device, count = local_gpu(environment), torch.cuda.device_count()
+    if device.index >= count:
         raise MegatrainError(
-            f"local rank {local_rank} has no GPU of its own: this host has {count}",
+            f"local rank {environment.local_rank} has no GPU of its own: this host has {count}",
             fix="start one process per GPU (--nproc-per-node of torchrun)",
         )
-    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device

@@ -36,7 +36,6 @@ from megatrain.tools.parity.runs.table import run_random, run_rows
 from megatrain.tools.subcommands import add_command
 from megatrain.tools.worker_pool import WorkerPool
 
-_SELF_TEST = "pytest --nightly tests/distributed/parity/test_parity_faults.py"
 _SPEC_LAYOUTS = ("dp2", "tp2", "tp2 sp", "pp2", "cp2", "dp2 tp2 pp2")
 """Layouts for layers of the user's own."""
 _WIDEST_NAME = 60
@@ -74,7 +73,6 @@ def add_flags(commands: Any) -> None:
     which = parity.add_mutually_exclusive_group()
     parity.add("--quick", "the 32 rows that cover most pairs, in fp64", group=which)
     parity.add("--full", "every combination of many options; takes hours", group=which)
-    parity.add("--self-test", argparse.SUPPRESS, group=which)  # answered by an error
     parity.add(
         "--spec FILE:FUNCTION ...",
         "a model with these layers of your own, in fp64 under each kind of parallelism, or under --layouts",
@@ -120,10 +118,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     began = time.perf_counter()
     torch.set_num_threads(1)
-    if arguments.self_test:
-        raise ConfigError(
-            "--self-test is a test now: it plants faults in the program", fix=f"run `{_SELF_TEST}`"
-        )
     if arguments.spec or arguments.runs or arguments.random is not None:
         _check_flags(arguments)
     if arguments.runs or arguments.random is not None:

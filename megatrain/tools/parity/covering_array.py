@@ -136,25 +136,15 @@ def _row_around(
             key=lambda value, at=place, row=partial: (-_gain(row, at, value, missing), uses[at, value]),  # type: ignore[misc]
         )
         assert row is not None, "the pair is possible"
-        rows = (_row_with(value, place, partial, row, options, is_allowed) for value in ranked)
+        rows = (
+            # `row` extends `partial` too: with its value nothing is searched.
+            row if row[place] == value else completed(_put(partial, place, value), options, is_allowed, row)
+            for value in ranked
+        )
         row = next(found for found in rows if found is not None)
         partial = _put(partial, place, row[place])
     assert row is not None
     return row
-
-
-def _row_with(
-    value: str,
-    place: int,
-    partial: Partial,
-    row: Row,
-    options: Sequence[Row],
-    is_allowed: Callable[[Partial], bool],
-) -> Row | None:
-    """Return an allowed row that extends `partial`, with this value: `row`, which extends it too, or one like it; or None."""
-    return (
-        row if row[place] == value else completed(_put(partial, place, value), options, is_allowed, like=row)
-    )
 
 
 def _gain(partial: Partial, place: int, value: str, missing: dict[Pair, None]) -> int:

@@ -14,11 +14,13 @@ from typing import Any
 
 from megatrain.config.errors import ConfigError
 from megatrain.tools.plan import failures, pipeline
-from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.memory import planned_bytes
 from megatrain.tools.plan.search import Found, Run, best_layouts, evaluate
 from megatrain.tools.subcommands import add_command
+from megatrain.training.planning.gpus import GPUS
+from megatrain.training.planning.memory_limit import TIGHT
 
 
 def add_flags(commands: Any) -> None:
@@ -155,8 +157,6 @@ def _to_dict(found: Sequence[Found], given: Found | str, limit: float) -> dict[s
     }
 
 
-_TIGHT = 0.95
-"""Share of the memory above which a layout is named as tight."""
 _TITLES = ("step", "MFU", "memory", "layout", "bubble", "data par.", "flags")
 
 
@@ -186,7 +186,7 @@ def _fit(given: Found, limit: float) -> str:
     share = given.memory_bytes / limit
     if share > 1:
         return " (does not fit)"
-    return f" (takes {share:.0%} of the memory: it may not fit)" if share > _TIGHT else ""
+    return f" (takes {share:.0%} of the memory: it may not fit)" if share > TIGHT else ""
 
 
 def _fp8_text(one_run: Run, workload: Workload) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Hardware of a plan: GPUs by name, the rates that kernels and collectives reach on them, and where these were measured.
+"""Hardware of a plan: the rates that kernels and collectives reach on GPUs, and where these were measured.
 
     data sheet of the GPU x fractions measured on H200 ─> times of kernels
     links in a node, network between nodes ─> times of collectives
@@ -9,58 +9,8 @@ Only an H200 was measured; the other GPUs are assumed to reach the same fraction
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-from megatrain.training.logging.metrics import PEAK_TFLOPS
-from megatrain.training.planning.assumed_gpu import GPU_KINDS, GpuKind
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, from NVIDIA's data sheets (SXM)."""
-
-    name: str
-    memory_rate: float
-    """Bytes per second of the GPU's memory."""
-    link_rate: float
-    """Bytes per second of NVLink in one direction."""
-    network_rate: float
-    """Bytes per second of the network adapter that usually comes with a GPU, in one direction."""
-
-    @property
-    def kind(self) -> GpuKind:
-        """Memory and compute capability."""
-        return GPU_KINDS[self.name.lower()]
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """Compute capability."""
-        return self.kind.capability
-
-    @property
-    def peak(self) -> float:
-        """Dense bf16 FLOPs per second."""
-        return PEAK_TFLOPS[self.name] * 1e12
-
-    @property
-    def usable_bytes(self) -> float:
-        """Memory for a run's tensors: without CUDA context, NCCL's buffers and fragmentation."""
-        return self.kind.memory_bytes - RESERVED_BYTES
-
-
-RESERVED_BYTES: Final = 4e9
-"""CUDA context (0.5 GB), NCCL and fragmentation: docs/planning.md asks for a few GB."""
-GPUS: Final = {
-    gpu.name: gpu
-    for gpu in (
-        # name, memory_rate, link_rate, network_rate
-        Gpu("A100", 2.04e12, 300e9, 25e9),
-        Gpu("H100", 3.35e12, 450e9, 50e9),
-        Gpu("H800", 3.35e12, 200e9, 50e9),
-        Gpu("H200", 4.8e12, 450e9, 50e9),
-        Gpu("B200", 8.0e12, 900e9, 50e9),
-    )
-}
+from megatrain.training.planning.gpus import Gpu
 
 
 @dataclass(frozen=True, kw_only=True)

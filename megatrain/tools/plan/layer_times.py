@@ -41,7 +41,7 @@ class LayerTimes:
     @property
     def tokens(self) -> float:
         """Tokens of a micro-batch on this rank."""
-        return self.workload.seq_length / self.layout.cp * self.layout.micro_batch
+        return self.workload.tokens(self.layout)
 
     def layer(self, sizes: LayerSpec) -> Times:
         """Return the times of a layer."""

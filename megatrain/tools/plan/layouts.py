@@ -99,6 +99,10 @@ class Workload:
     def num_experts(self) -> int:
         return self.plan.config.experts.num_experts or 1
 
+    def tokens(self, layout: Layout) -> float:
+        """Return the tokens of a micro-batch on a rank."""
+        return self.seq_length / layout.cp * layout.micro_batch
+
     @functools.cache  # noqa: B019 (a plan has few workloads)
     def gathers_tokens(self, ep: int) -> bool:
         """Return whether expert ranks gather all tokens, as --moe-alltoall-as-allgather decides for `ep` of them."""

@@ -10,6 +10,7 @@ pass.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,22 +38,10 @@ class Times:
     """Cost of overlapped sends all the same, as they share SMs and memory."""
 
     def __add__(self, other: Times) -> Times:
-        return Times(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.weight + other.weight,
-            self.sends + other.sends,
-            self.exposed_sends + other.exposed_sends,
-        )
+        return Times(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, count: float) -> Times:
-        return Times(
-            self.forward * count,
-            self.backward * count,
-            self.weight * count,
-            self.sends * count,
-            self.exposed_sends * count,
-        )
+        return Times(*(seconds * count for seconds in vars(self).values()))
 
     @property
     def total(self) -> float:

@@ -21,6 +21,7 @@ from megatrain.config.model_spec.mlp import MlpSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.config.subjects.model import CHUNK_TOKENS
+from megatrain.config.subjects.pipeline import layer_ranges
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
@@ -70,8 +71,8 @@ def planned_bytes(workload: Workload, layout: Layout, plan: Plan, limit_bytes: f
 def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
     """Return an estimate for each pipeline rank."""
     weights, placement = rank_weights(workload, layout), layout.placement
-    starts = [sum(layout.split[:number]) for number in range(len(layout.split) + 1)]
-    is_long = workload.seq_length / layout.cp * layout.micro_batch >= 2 * CHUNK_TOKENS
+    numbers = layer_ranges(layout.split)
+    is_long = workload.tokens(layout) >= 2 * CHUNK_TOKENS
     chunked = ("mlp",) if layout.recompute == "full" and is_long else ()
     whole = replace(layout, recompute="none", modules=chunked)  # whose MLPs hold a chunk of tokens
     saved_by, whole_by, deferred_by = (
@@ -81,7 +82,7 @@ def _rank_bytes(workload: Workload, layout: Layout) -> list[float]:
     found = []
     for rank in range(layout.pp):
         stages = [placement.stage(rank, chunk) for chunk in range(layout.chunks)]
-        layers = [sizes for stage in stages for sizes in workload.layers[starts[stage] : starts[stage + 1]]]
+        layers = [workload.layers[number] for stage in stages for number in numbers[stage]]
         if len(layout.split) - 1 in stages:
             layers += workload.plan.derived.model_spec.used_mtp_layers
         kinds = Counter(layers)
@@ -169,7 +170,7 @@ def _deferring(schedule: PipelineSchedule, rank: int, num_microbatches: int) -> 
 
 def _deferred_bytes(workload: Workload, layout: Layout, sizes: LayerSpec) -> float:
     """Return bytes that the weight gradients of a layer hold while they wait: inputs and gradients of outputs, in bf16."""
-    tokens = workload.seq_length / layout.cp * layout.micro_batch
+    tokens = workload.tokens(layout)
     elements = 0.0
     for one in sizes.linears(workload.hidden):
         ranks = layout.etp if one.num_experts else layout.tp
@@ -181,7 +182,7 @@ def _deferred_bytes(workload: Workload, layout: Layout, sizes: LayerSpec) -> flo
 def _layer_bytes(workload: Workload, layout: Layout, sizes: LayerSpec) -> float:
     """Return bytes that a layer saves for the backward pass of a micro-batch, all in bf16."""
     h, tp = workload.hidden, layout.tp
-    tokens = workload.seq_length / layout.cp * layout.micro_batch
+    tokens = workload.tokens(layout)
     residual = 2 * h / (tp if layout.sequence_parallel else 1)
     if layout.recompute == "full":
         return residual * tokens

@@ -104,13 +104,16 @@ class Run:
 
 def best_layouts(run: Run, workload: Workload, limit_bytes: float, num_wanted: int) -> list[Found]:
     """Return the fastest layouts that fit, the fastest first."""
-    cluster, kept, corrections = run.cluster, run.kept(), _Corrections()
+    cluster, kept = run.cluster, run.kept()
+    ratios: dict[tuple[object, ...], float] = {}
+    """Planned to estimated memory, of the last layout of a family: its schedule, recomputation and sharding."""
     found: dict[tuple[int, ...], Found] = {}
     num_planned = 0
     for layout in _fastest_first(workload, cluster, kept, limit_bytes * _ESTIMATE_MARGIN):
         key = (layout.tp, layout.cp, layout.pp, layout.ep)
         estimate = estimated_bytes(workload, layout)
-        if key in found or corrections.corrected(layout, estimate) > limit_bytes:
+        family = (layout.schedule, layout.recompute, layout.modules, layout.sharding)
+        if key in found or estimate * ratios.get(family, 0.0) > limit_bytes:
             continue
         if len(found) == num_wanted or num_planned == _MAX_PLANNED:
             break
@@ -120,7 +123,7 @@ def best_layouts(run: Run, workload: Workload, limit_bytes: float, num_wanted: i
             continue  # a rule forbids this combination
         num_planned += 1
         memory = planned_bytes(workload, layout, plan, limit_bytes)
-        corrections.learn(layout, estimate, memory)
+        ratios[family] = memory / estimate
         if memory <= limit_bytes:
             found[key] = evaluate(run, workload, layout, memory)
     return sorted(found.values(), key=lambda one: one.time.total)
@@ -138,23 +141,6 @@ def _fastest_first(
         if is_kept and estimated_bytes(workload, layout) <= limit_bytes:
             times[layout] = step_time(workload, layout, cluster, is_simulated=False).total
     return sorted(times, key=times.__getitem__)
-
-
-class _Corrections:
-    """Ratio of planned to estimated memory, of the last layout of a family: its schedule, recomputation and sharding."""
-
-    def __init__(self) -> None:
-        self._ratios: dict[tuple[object, ...], float] = {}
-
-    def corrected(self, layout: Layout, estimate: float) -> float:
-        """Return the estimate times the ratio of the family; 0 if there was none."""
-        return estimate * self._ratios.get(self._family(layout), 0.0)
-
-    def learn(self, layout: Layout, estimate: float, planned: float) -> None:
-        self._ratios[self._family(layout)] = planned / estimate
-
-    def _family(self, layout: Layout) -> tuple[object, ...]:
-        return (layout.schedule, layout.recompute, layout.modules, layout.sharding)
 
 
 def evaluate(run: Run, workload: Workload, layout: Layout, memory_bytes: int) -> Found:

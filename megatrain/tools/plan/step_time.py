@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
+from megatrain.config.subjects.pipeline import layer_ranges
 from megatrain.parallel.pipeline.simulator import StageCosts, simulate
 from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layer_times import LayerTimes, layer_weights
@@ -81,10 +82,9 @@ def stage_times(workload: Workload, layout: Layout, cluster: Cluster) -> list[Ti
     of_kind = {
         (sizes, is_fp8): (in_fp8 if is_fp8 else in_bf16).layer(sizes) for sizes, is_fp8 in set(workload.kinds)
     }
-    stages, start = [], 0
-    for count in layout.split:
-        kinds = collections.Counter(workload.kinds[start : start + count])
-        start += count
+    stages = []
+    for layers in layer_ranges(layout.split):
+        kinds = collections.Counter(workload.kinds[layers.start : layers.stop])
         stages.append(sum((of_kind[kind] * number for kind, number in kinds.items()), Times()))
     stages[0] += in_bf16.embedding()
     stages[-1] += in_bf16.head() + in_fp8.multi_token_prediction()
@@ -106,7 +106,7 @@ def _by_rank(layout: Layout, stages: Sequence[Times]) -> list[Times]:
 
 def _message(workload: Workload, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds of hidden states between stages."""
-    tokens = workload.seq_length / layout.cp * layout.micro_batch
+    tokens = workload.tokens(layout)
     tokens /= layout.tp if layout.sequence_parallel else 1
     stride = layout.tp * layout.cp * layout.dp
     return Group(cluster, layout.pp, stride).message(2 * workload.hidden * tokens)
@@ -145,12 +145,11 @@ def _simulated(
 @functools.lru_cache(maxsize=4096)
 def _weights(workload: Workload, tp: int, ep: int, etp: int, split: tuple[int, ...]) -> list[RankWeights]:
     """Return the weights of each virtual stage on one rank."""
-    found, start = [], 0
+    found = []
     vocabulary = workload.vocabulary * workload.hidden / tp
     is_tied = not workload.plan.config.model.untie_embeddings_and_output_weights
-    for number, count in enumerate(split):
-        layers = list(workload.layers[start : start + count])
-        start += count
+    for number, own in enumerate(layer_ranges(split)):
+        layers = list(workload.layers[own.start : own.stop])
         dense = vocabulary if number == 0 else 0.0
         if number == len(split) - 1:
             dense += vocabulary if not is_tied or len(split) > 1 else 0.0

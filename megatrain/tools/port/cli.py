@@ -30,15 +30,13 @@ from megatrain.tools.port.launch import (
     slurm_options,
     world_size,
 )
-from megatrain.tools.port.surroundings import exported, inner_exports, other_commands, slurm_line
+from megatrain.tools.port.surroundings import NODE_GPUS, exported, inner_exports, other_commands, slurm_line
 from megatrain.tools.port.translate import PortedFlag, Translation, check, from_script, from_yaml, translate
 from megatrain.tools.port.variables import passes_arguments
 from megatrain.tools.port.words import Part, Word, plain, printable, quoted
 from megatrain.tools.subcommands import add_command
 
 _PROGRAMS: Final = ("pretrain.py", *FAMILIES)
-_NODE: Final = 8
-"""GPUs of a node in the launcher that a YAML file gets."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +304,6 @@ def _wrapped(wrapper: str, command: str) -> str:
 
 
 def _launcher(size: int) -> str:
-    if size <= _NODE:
+    if size <= NODE_GPUS:
         return "python" if size == 1 else f"torchrun --nproc-per-node {size}"
-    return f"torchrun --nnodes {-(-size // _NODE)} --nproc-per-node {_NODE}"
+    return f"torchrun --nnodes {-(-size // NODE_GPUS)} --nproc-per-node {NODE_GPUS}"

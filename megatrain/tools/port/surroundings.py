@@ -9,7 +9,7 @@ from megatrain.tools.port.evaluate import Command, Evaluation
 from megatrain.tools.port.launch import gpus_of_node
 from megatrain.tools.port.words import Part, Word, plain, printable, quoted, without_quotes, without_start
 
-_NODE: Final = 8
+NODE_GPUS: Final = 8
 """GPUs of a node unless a script names their number."""
 
 
@@ -108,7 +108,7 @@ def slurm_line(launch: Command, slurm: Mapping[str, str], size: int, *, is_known
     """
     words = [plain(word) for word in (*launch.wrapper, *launch.launcher)]
     is_torchrun = any("torchrun" in word or "torch.distributed" in word for word in words)
-    per_node = gpus_of_node(launch, slurm) or _gpus(slurm) or min(size, _NODE)
+    per_node = gpus_of_node(launch, slurm) or _gpus(slurm) or min(size, NODE_GPUS)
     nodes = -(-size // per_node)
     if not is_known and slurm.get("--nodes", "").isdigit():
         nodes = int(slurm["--nodes"])

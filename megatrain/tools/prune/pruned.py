@@ -8,6 +8,7 @@ Layers and experts are kept as wholes, in their order, under new numbers.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -117,14 +118,7 @@ class PrunedCheckpoint(TensorReader):
         self._shapes = source.shapes
         self._axes = _axes(source, self._shapes)
         self._sizes = source.sizes
-        shapes = self.target.shapes
-        self._origins = {name: self._origin(name) for name in shapes}
-        self._manifest = self._manifest_of(reader.manifest, shapes)
-
-    @property
-    def manifest(self) -> Manifest:
-        """Counters, state, configuration and tensors, without files."""
-        return self._manifest
+        self._origins = {name: self._origin(name) for name in self.target.shapes}
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
@@ -167,7 +161,10 @@ class PrunedCheckpoint(TensorReader):
         is_norm = axes == (HIDDEN,) and name.endswith(_NORM)
         return _Origin(name, shape, tuple(indices), self.kept.norm_gain if is_norm else 1.0)
 
-    def _manifest_of(self, source: Manifest, shapes: Mapping[str, Shape]) -> Manifest:
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        """Counters, state, configuration and tensors, without files."""
+        source = self._reader.manifest
         config = {section: dict(values) for section, values in source.config.items()}
         for path in CHANGED:
             section, name = path.split(".")
@@ -187,17 +184,9 @@ class PrunedCheckpoint(TensorReader):
             state["amax_history"] = {}
         tensors = {
             name: StoredTensor(shape, {WEIGHT: StoredKind(self._stored(self._origins[name]).dtype, ())})
-            for name, shape in shapes.items()
+            for name, shape in self.target.shapes.items()
         }
-        return Manifest(
-            iteration=0,
-            consumed_train_samples=0,
-            optimizer_step_count=0,
-            state=state,
-            config=config,
-            files={},
-            tensors=tensors,
-        )
+        return Manifest.of_weights(state=state, config=config, tensors=tensors)
 
     def _expert_biases(self, biases: Mapping[str, list[float]]) -> dict[str, list[float]]:
         """Return the biases of the kept experts."""

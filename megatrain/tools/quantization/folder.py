@@ -18,9 +18,10 @@ from torch import Tensor
 from megatrain.checkpoint.shard_file import ChunkEntry, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.errors import ConfigError
+from megatrain.interop.hf.folder import INDEX_NAME
 from megatrain.storage.disk import Disk, write_file
 from megatrain.storage.files import replace_file
-from megatrain.tools.checkpoint.rewrite import INDEX_NAME, require_absent
+from megatrain.tools.checkpoint.rewrite import require_absent
 
 _PROGRESS: Final = "progress.json"
 _DTYPE_NAMES: Final = {

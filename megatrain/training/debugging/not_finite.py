@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from megatrain.training.liveness.failure import format_ranks
 from megatrain.training.planning.model_tree import STACK_END, layers_of
 
 Stage = Literal["weight", "data", "forward", "backward", "gradient"]
-_STAGES: Final[tuple[Stage, ...]] = ("weight", "data", "forward", "backward", "gradient")
+_STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 _MAX_FINDINGS = 100
 _MAX_NAMES = 4
 _NEVER: Final = 1 << 30

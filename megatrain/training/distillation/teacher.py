@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.checkpoint.adaptation import Adaptation
-from megatrain.checkpoint.load import Loaded, load_checkpoint, load_foreign_weights, restore_expert_biases
+from megatrain.checkpoint.load import Loaded, restore_expert_biases
 from megatrain.config import Plan
-from megatrain.config.schema.training import HF_PREFIX
 from megatrain.config.subjects.pipeline import layer_ranges
 from megatrain.model.distillation import Distillation, KeptLayer, TeacherHead, TeacherOutputs
 from megatrain.model.gpt import Model, build_model
@@ -39,8 +38,7 @@ from megatrain.parallel.pipeline.actions import Action, Placement
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
 from megatrain.training.distillation.cached import RunCachedTeacher
-from megatrain.training.launch.foreign_checkpoints import open_foreign
-from megatrain.training.launch.hf_folder import opener
+from megatrain.training.launch.foreign_checkpoints import load_any
 from megatrain.training.parts.fp8_recipes import fp8_recipes_of_teacher
 
 
@@ -173,21 +171,14 @@ class RunTeacher:
             max_tokens=vocab_size,
             seed=0,
         )
-        if self.path.startswith(HF_PREFIX):
-            loaded = load_foreign_weights(
-                opener(self.path, vocab_size), Path(self.path), weights, self.grid, adaptation=adaptation
-            )
-        else:
-            loaded = load_checkpoint(
-                Path(self.path),
-                weights,
-                self.grid,
-                with_optimizer=False,
-                adaptation=adaptation,
-                open_foreign=lambda path: open_foreign(
-                    path, vocab_size, allows_format_torch=allows_format_torch
-                ),
-            )
+        loaded = load_any(
+            self.path,
+            weights,
+            self.grid,
+            vocab_size=vocab_size,
+            allows_format_torch=allows_format_torch,
+            adaptation=adaptation,
+        )
         biases = loaded.state.get("expert_biases", {})
         known = self.model.expert_biases.state()
         restore_expert_biases(self.model, {k: v for k, v in biases.items() if k in known}, loaded.path)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from megatrain.config.errors import MegatrainError
+from megatrain.data.pieces import Batches
 from megatrain.storage.files import describe_write_error, open_regular
-from megatrain.training.batches import Batches
 
 FILE_NAME: Final = "bad_steps.jsonl"
 MOST_REWINDS: Final = 10

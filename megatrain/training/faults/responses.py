@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatrain.data.pieces import Batches
 from megatrain.optim.lr_schedule import HyperparamSchedules
 from megatrain.parallel.batch import Batch
-from megatrain.training.batches import Batches
 from megatrain.training.debugging.not_finite import Explanation, explain
 from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import (

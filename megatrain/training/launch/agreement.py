@@ -50,8 +50,7 @@ def agreed_plan(
             agreed = _plan_of_another_rank(request, environment, store)
     except MegatrainError as error:
         if not error.is_reported:
-            print_error(error)
-            error.is_reported = True
+            _report(error)
         if store is not None:
             store.set("start", "no")
             exit_after_others(environment, store)
@@ -94,8 +93,7 @@ def _compare_with_rank_0(request: Request, environment: LaunchEnvironment, store
     of_rank_0 = _StartSettings(**json.loads(store.get("settings")))
     error: MegatrainError | None = _difference(own, of_rank_0)
     if error is not None:
-        print_error(error)  # before another rank exits: the launcher then kills this one
-        error.is_reported = True
+        _report(error)
         store.set("differ", "yes")
     if store.add("compared", 1) == of_rank_0.num_ranks:
         store.set("all compared", "yes")
@@ -168,8 +166,7 @@ def _plan_of_rank_0(
         locks.acquire()
         answer["config"] = plan.config.to_dict()
     except MegatrainError as error:
-        print_error(error)  # before another rank exits: the launcher then kills this one
-        error.is_reported = True
+        _report(error)
         answer |= {"problems": [str(problem) for problem in error.problems], "exit_code": error.exit_code}
         write_failure(request, error)
         raise
@@ -221,7 +218,15 @@ def identity() -> dict[str, str]:
     }
 
 
+def _report(error: MegatrainError) -> None:
+    """Print an error before another rank exits: the launcher then kills this one."""
+    print_error(error)
+    error.is_reported = True
+
+
 def _reported_elsewhere(exit_code: int) -> MegatrainError:
-    error = MegatrainError("another rank could not start", fix="see the message of that rank")
-    error.is_reported, error.exit_code = True, exit_code
+    error = MegatrainError(
+        "another rank could not start", fix="see the message of that rank", is_reported=True
+    )
+    error.exit_code = exit_code
     return error

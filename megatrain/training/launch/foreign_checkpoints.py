@@ -1,25 +1,63 @@
-"""Checkpoints of Megatron-LM that a run continues, or whose weights it takes, without conversion."""
+"""Checkpoints of Megatron-LM and folders of transformers that a run continues, or whose weights it takes, without conversion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain.checkpoint.errors import DamagedError
+from megatrain.checkpoint.adaptation import Adaptation
+from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.find import RELEASE_NAME, Candidate, is_of_megatron, list_candidates
+from megatrain.checkpoint.load import Loaded, load_checkpoint, load_foreign_weights
 from megatrain.config import StoredRun
+from megatrain.config.errors import InputError
+from megatrain.config.schema.training import HF_PREFIX
+from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
+from megatrain.optim.sharded import LoadTarget
+from megatrain.parallel.grid import RankGrid
 
 
-def open_foreign(path: Path, vocab_size: int, *, allows_format_torch: bool) -> MegatronCheckpoint | None:
-    """Open the checkpoint at `path` if Megatron-LM wrote it, with the rows of `vocab_size` tokens; return None if not.
+def load_any(
+    path: str,
+    target: LoadTarget,
+    grid: RankGrid,
+    *,
+    vocab_size: int,
+    allows_format_torch: bool,
+    adaptation: Adaptation | None,
+    with_optimizer: bool = False,
+    also: Sequence[Path] = (),
+    local: Path | None = None,
+) -> Loaded:
+    """Load a checkpoint of ours or of Megatron-LM, or the weights that `hf:FOLDER` names; all ranks call it.
+
+    Args:
+        vocab_size: rows of the vocabulary that are loaded of what other programs wrote.
+        with_optimizer, also, local: see `load_checkpoint`; a folder of transformers has weights alone.
 
     Raises:
-        DamagedError, MismatchError: see `MegatronCheckpoint`.
+        MegatrainError: see `load_checkpoint` and the readers.
     """
-    if not is_of_megatron(path):
-        return None
-    return MegatronCheckpoint(path, vocab_size, allows_format_torch=allows_format_torch)
+
+    def open_folder() -> HfCheckpoint:
+        try:
+            return HfCheckpoint(Path(path.removeprefix(HF_PREFIX)), vocab_size)
+        except InputError as error:
+            first = error.problems[0]
+            raise MismatchError(first.text, fix=first.fix) from error
+
+    def open_foreign(folder: Path) -> MegatronCheckpoint | None:
+        if not is_of_megatron(folder):
+            return None
+        return MegatronCheckpoint(folder, vocab_size, allows_format_torch=allows_format_torch)
+
+    if path.startswith(HF_PREFIX):
+        return load_foreign_weights(open_folder, Path(path), target, grid, adaptation=adaptation)
+    return load_checkpoint(
+        Path(path), target, grid, with_optimizer=with_optimizer, also=also, local=local, adaptation=adaptation,
+        open_foreign=open_foreign,
+    )  # fmt: skip
 
 
 def newest_foreign(
@@ -43,12 +81,9 @@ def newest_foreign(
         except DamagedError as error:
             reasons.append(error.problems[0].text)
             continue
-        found = StoredRun.from_state(
-            manifest.state,
+        found = StoredRun.of(
+            manifest,
             path=str(candidate.path),
-            iteration=manifest.iteration,
-            consumed_train_samples=manifest.consumed_train_samples,
-            config=manifest.config,
             sources=tuple(map(str, sources)),
             is_of_megatron=True,
             is_start=candidate.path.name == RELEASE_NAME,

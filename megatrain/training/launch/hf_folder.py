@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.errors import MismatchError
 from megatrain.config import Request, StoredRun
-from megatrain.config.errors import InputError
 from megatrain.config.schema.resume_class import FUNCTION, SHAPE
 from megatrain.config.schema.training import HF_PREFIX
 from megatrain.config.schema.tree import paths_of
@@ -44,19 +42,6 @@ def start_of_folder(name: str) -> tuple[StoredRun, Mapping[str, Any]]:
         path=name, iteration=0, consumed_train_samples=0, config=compared, sources=(name,), is_start=True
     )
     return start, config
-
-
-def opener(name: str, vocab_size: int) -> Callable[[], HfCheckpoint]:
-    """Return a function that opens the weights which `hf:FOLDER` names, with the first rows of the vocabulary."""
-
-    def open_folder() -> HfCheckpoint:
-        try:
-            return HfCheckpoint(Path(name.removeprefix(HF_PREFIX)), vocab_size)
-        except InputError as error:
-            first = error.problems[0]
-            raise MismatchError(first.text, fix=first.fix) from error
-
-    return open_folder
 
 
 def described_settings(request: Request) -> tuple[dict[str, Any], str]:

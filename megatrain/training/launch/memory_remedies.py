@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
 
 from megatrain.config import Plan
 
@@ -26,62 +25,52 @@ def memory_remedies(plan: Plan, *, of_state: bool = False) -> Iterator[str]:
     On CPUs, ranks of a host share its memory: splitting the model over more of them helps only on other hosts.
     """
     is_on_cpu = plan.config.training.device == "cpu"
-    for remedy in _unused_remedies(plan):
-        is_of_step = remedy in _OF_STEP
-        is_split = remedy.startswith(("a larger", "--cpu-off")) or remedy in {
-            "more ranks",
-            "--optimizer-cpu-offload",
-        }
-        if not (of_state and is_of_step) and not (is_on_cpu and is_split):
-            yield remedy
+    found = _remedies(plan, of_step=not of_state, splits=not is_on_cpu)
+    yield from (remedy for remedy, helps in found if helps)
     if is_on_cpu:
         yield "more hosts (a larger --tensor-model-parallel-size or --pipeline-model-parallel-size)"
     if is_on_cpu or of_state:
         yield "a smaller model (--num-layers, --hidden-size)"
 
 
-_OF_STEP: Final = (
-    "--bf16",
-    "--no-moe-alltoall-as-allgather",
-    "--sequence-parallel",
-    "a smaller --micro-batch-size",
-    "--recompute-activations",
-    "--cpu-offloading-num-layers",
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-)
-"""Remedies that reduce what a step allocates, and not what the run keeps: bf16 adds master weights to half the weights."""
+def _remedies(plan: Plan, *, of_step: bool, splits: bool) -> Sequence[tuple[str, bool]]:
+    """Return all remedies, those that cost least speed first, and whether each helps.
 
-
-def _unused_remedies(plan: Plan) -> Iterator[str]:
+    Args:
+        of_step: count those that reduce what a step allocates, and not what the run keeps: bf16 adds master weights to half the
+            weights.
+        splits: count those that divide memory over more ranks, or move it from GPUs to the host.
+    """
     config, parallel, training = plan.config, plan.config.parallel, plan.config.training
     tp, dp = parallel.tensor_model_parallel_size, plan.derived.data_parallel_size
     sharding, granularity = parallel.data_parallel_sharding_strategy, training.recompute_granularity
     is_recomputed = granularity is not None or training.recompute_activations
     num_experts = config.experts.num_experts or 1
-    for remedy, helps in (
-        ("--bf16", config.precision.params_dtype == "float32"),
+    return (
+        ("--bf16", of_step and config.precision.params_dtype == "float32"),
         ("--use-distributed-optimizer", dp > 1 and sharding == "no_shard"),
-        ("--no-moe-alltoall-as-allgather", config.experts.moe_alltoall_as_allgather),
-        ("--sequence-parallel", tp > 1 and not parallel.sequence_parallel),
-        ("a smaller --micro-batch-size", training.micro_batch_size > 1),
-        ("--recompute-activations", not is_recomputed),
-        ("--cpu-offloading-num-layers", not training.offloads_activations),
-        ("a larger --expert-model-parallel-size", parallel.expert_model_parallel_size < num_experts),
-        ("a larger --tensor-model-parallel-size", tp < config.model.num_attention_heads),
+        ("--no-moe-alltoall-as-allgather", of_step and config.experts.moe_alltoall_as_allgather),
+        ("--sequence-parallel", of_step and tp > 1 and not parallel.sequence_parallel),
+        ("a smaller --micro-batch-size", of_step and training.micro_batch_size > 1),
+        ("--recompute-activations", of_step and not is_recomputed),
+        ("--cpu-offloading-num-layers", of_step and splits and not training.offloads_activations),
+        (
+            "a larger --expert-model-parallel-size",
+            splits and parallel.expert_model_parallel_size < num_experts,
+        ),
+        ("a larger --tensor-model-parallel-size", splits and tp < config.model.num_attention_heads),
         (
             "a larger --pipeline-model-parallel-size",
-            parallel.pipeline_model_parallel_size < config.model.num_layers,
+            splits and parallel.pipeline_model_parallel_size < config.model.num_layers,
         ),
-        ("more ranks", True),
+        ("more ranks", splits),
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            granularity != "full",
+            of_step and granularity != "full",
         ),
         (
             "--data-parallel-sharding-strategy optim_grads_params",
             dp > 1 and sharding != "optim_grads_params",
         ),
-        ("--optimizer-cpu-offload", not config.optimizer.optimizer_cpu_offload),
-    ):
-        if helps:
-            yield remedy
+        ("--optimizer-cpu-offload", splits and not config.optimizer.optimizer_cpu_offload),
+    )

@@ -223,15 +223,7 @@ def _newest_of(request: Request, sources: Sequence[Path]) -> StoredRun | None:
                 "; ".join(reasons), fix="restore the checkpoint from a backup, or name another folder"
             )
         return None
-    manifest = read_root(newest.path)
-    return StoredRun.from_state(
-        manifest.state,
-        path=str(newest.path),
-        iteration=manifest.iteration,
-        consumed_train_samples=manifest.consumed_train_samples,
-        config=manifest.config,
-        sources=tuple(map(str, sources)),
-    )
+    return StoredRun.of(read_root(newest.path), path=str(newest.path), sources=tuple(map(str, sources)))
 
 
 def _taken_settings(

@@ -1,7 +1,8 @@
-"""Datasets and timeline of a dry run: epochs per dataset, learning rate and batch size over time, evaluations, checkpoints.
+"""Datasets, timeline and duration of a dry run: epochs per dataset, learning rate and batch size over time, evaluations, checkpoints.
 
 Only the headers of data files are read, no index is built. The tokens of a split are estimated from its fraction of the
-sequences, as if all sequences had the same length; so epochs are estimates.
+sequences, as if all sequences had the same length; so epochs are estimates. The time of an iteration is that of its FLOPs at a
+usual share of the GPU's peak; `megatrain plan` predicts it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from megatrain.config import Facts, Plan
 from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes, length_steps
@@ -20,6 +22,9 @@ from megatrain.config.plan import continues_optimizer
 from megatrain.config.subjects.data_plans import evaluations, samples_of_phases
 from megatrain.data.samples.blend import blend_counts, normalized
 from megatrain.training.build import build_schedules
+from megatrain.training.checkpoints import saved_kinds
+from megatrain.training.engine import Engine
+from megatrain.training.logging.metrics import peak_tflops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +68,18 @@ def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
                 one for one in facts.datasets if one.split in (split, "all") and one.from_iteration == start
             ]
             fractions = [share if one.split == "all" else 1.0 for one in read]
-            if any(fractions):
-                yield from _uses(plan, split, read, fractions, samples, plans)
+            if not any(fractions):
+                continue
+            counted = _counted_images if plan.config.data.image_data_path else _counted
+            found = counted(plan, read, fractions, samples)
+            for one, (count, tokens, epochs) in zip(read, found, strict=True):
+                yield DatasetUse(
+                    split=split, dataset=one.prefix, samples=count, plans=plans, tokens=tokens, epochs=epochs
+                )
+
+
+_Counted = tuple[int | None, int | None, float | None]
+"""Samples, tokens and epochs of a dataset; see `DatasetUse`."""
 
 
 def _names_without_datasets(plan: Plan, facts: Facts, split: str, share: float) -> list[str]:
@@ -75,49 +90,26 @@ def _names_without_datasets(plan: Plan, facts: Facts, split: str, share: float) 
     return [", ".join(texts)] if texts else []
 
 
-def _uses(
-    plan: Plan,
-    split: str,
-    read: Sequence[DatasetFacts],
-    fractions: Sequence[float],
-    requested: int | None,
-    plans: tuple[int | None, ...],
-) -> Iterator[DatasetUse]:
-    """Yield the datasets that one split reads in one phase, each with its fraction."""
-    if plan.config.data.image_data_path:
-        yield from _uses_of_images(plan, split, read, fractions, requested, plans)
-        return
+def _counted(
+    plan: Plan, read: Sequence[DatasetFacts], fractions: Sequence[float], requested: int | None
+) -> Iterator[_Counted]:
+    """Yield samples, tokens and epochs of datasets that a split reads in one phase, each with its fraction."""
     tokens = [round(one.num_tokens * fraction) for one, fraction in zip(read, fractions, strict=True)]
     samples = _samples(read, tokens, requested, plan.config.data.seq_length)
-    for dataset, size, count in zip(read, tokens, samples, strict=True):
-        epochs = 1.0 if count is None else count * plan.config.data.seq_length / max(1, size)
-        yield DatasetUse(
-            split=split, dataset=dataset.prefix, samples=count, plans=plans, tokens=size, epochs=epochs
-        )
+    for size, count in zip(tokens, samples, strict=True):
+        yield count, size, 1.0 if count is None else count * plan.config.data.seq_length / max(1, size)
 
 
-def _uses_of_images(
-    plan: Plan,
-    split: str,
-    read: Sequence[DatasetFacts],
-    fractions: Sequence[float],
-    requested: int | None,
-    plans: tuple[int | None, ...],
-) -> Iterator[DatasetUse]:
-    """Yield the sources of conversations about images: they repeat, and their tokens are not counted."""
+def _counted_images(
+    plan: Plan, read: Sequence[DatasetFacts], fractions: Sequence[float], requested: int | None
+) -> Iterator[_Counted]:
+    """Yield the same of conversations about images: they repeat, and their tokens are not counted."""
     rows = [one.num_sequences * fraction for one, fraction in zip(read, fractions, strict=True)]
     weights = [size if one.weight is None else one.weight for one, size in zip(read, rows, strict=True)]
     counts = [None] * len(read) if requested is None else blend_counts(normalized(weights), requested)
-    for one, size, count in zip(read, rows, counts, strict=True):
+    for size, count in zip(rows, counts, strict=True):
         is_counted = count is not None and not plan.config.data.use_packed_sequence
-        yield DatasetUse(
-            split=split,
-            dataset=one.prefix,
-            samples=count,
-            plans=plans,
-            tokens=None,
-            epochs=(count or 0) / max(size, 1) if is_counted else None,
-        )
+        yield count, None, (count or 0) / max(size, 1) if is_counted else None
 
 
 def _samples(
@@ -305,4 +297,53 @@ def _checkpoints(plan: Plan) -> Repeated:
         count=at_interval + bool(end % interval),
         interval=interval,
         first=min(end, (start // interval + 1) * interval),
+    )
+
+
+_SHARE_OF_PEAK: Final = 0.4
+"""Usual share of the bf16 peak that training reaches."""
+_BYTES: Final = {"float64": 8, "float32": 4, "fp32": 4, "bf16": 2, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration:
+    """Time and storage of a run."""
+
+    seconds_per_iteration: float | None
+    """None: the peak of the device is not known."""
+    checkpoint_bytes: int
+    """Bytes of one checkpoint."""
+    kept_checkpoints: int
+    """Checkpoints in --save at the end."""
+
+    def hours(self, iterations: int) -> float | None:
+        return None if self.seconds_per_iteration is None else iterations * self.seconds_per_iteration / 3600
+
+
+def duration_of(
+    plan: Plan, engine: Engine, parameters: int, checkpoints: Repeated, device: str | None
+) -> Duration:
+    """Return the duration of a run on GPUs with this name."""
+    peak = peak_tflops(device) if plan.config.training.device == "cuda" else None
+    rate = None if peak is None else peak * 1e12 * _SHARE_OF_PEAK * plan.derived.world_size
+    keep = plan.config.checkpoint.keep_last
+    retained = plan.config.checkpoint.save_retain_interval
+    kept = checkpoints.count if keep is None and retained is None else min(keep or 2, checkpoints.count)
+    if retained is not None and checkpoints.interval is not None:
+        kept += max(0, checkpoints.count * checkpoints.interval // retained)
+    return Duration(
+        seconds_per_iteration=None if rate is None else plan.derived.flops_per_iteration / rate,
+        checkpoint_bytes=int(parameters * _bytes_per_parameter(plan, engine)),
+        kept_checkpoints=min(kept, checkpoints.count),
+    )
+
+
+def _bytes_per_parameter(plan: Plan, engine: Engine) -> float:
+    """Return the bytes of a parameter in a checkpoint, as if all had every kind of state."""
+    optimizer, matrices = plan.config.optimizer, engine.optimizer.matrices
+    dtypes = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
+    numbers = {} if matrices is None else {matrices.factor_kind: matrices.factors_per_element}
+    return sum(
+        numbers.get(kind, 1) * _BYTES[dtypes.get(kind, plan.derived.master_dtype)]
+        for kind in saved_kinds(plan, engine)
     )

@@ -22,14 +22,20 @@ from megatrain.training.build import build_pipeline
 from megatrain.training.engine import Engine
 from megatrain.training.launch.facts import gather_facts, plan_on_any_device
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.planning.assumed_gpu import GpuKind, assumed_gpu, with_gpu
-from megatrain.training.planning.data_and_timeline import DatasetUse, Timeline, dataset_uses, timeline_of
-from megatrain.training.planning.duration import Duration, duration_of
+from megatrain.training.planning.data_and_timeline import (
+    DatasetUse,
+    Duration,
+    Timeline,
+    dataset_uses,
+    duration_of,
+    timeline_of,
+)
+from megatrain.training.planning.gpus import Gpu, assumed_gpu, with_gpu
 from megatrain.training.planning.host_memory import HostMemory, host_memory, host_use
 from megatrain.training.planning.memory_limit import HostUse, ignored_flag, memory_warning
 from megatrain.training.planning.memory_plan import StageMemory, planned_memory
 from megatrain.training.planning.model_tree import ModelTree, model_tree
-from megatrain.training.planning.packed_step import PackedStep, packed_step
+from megatrain.training.planning.packs import PackedStep, packed_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +210,7 @@ def _flops(plan: Plan) -> Flops:
     )
 
 
-def _device_memory(plan: Plan, gpu: GpuKind | None) -> int | None:
+def _device_memory(plan: Plan, gpu: Gpu | None) -> int | None:
     if plan.config.training.device == "cpu":
         return None
     return int(torch.cuda.get_device_properties(0).total_memory if gpu is None else gpu.memory_bytes)

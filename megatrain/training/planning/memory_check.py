@@ -60,9 +60,7 @@ def check_memory(plan: Plan, environment: LaunchEnvironment, store: dist.Store |
         print_error(ConfigError(problem, fix=fix))
     problem = messages.broadcast(problem)
     if problem is not None:
-        error = ConfigError(problem, fix=fix)
-        error.is_reported = store is not None
-        raise error
+        raise ConfigError(problem, fix=fix, is_reported=store is not None)
     return held.total + held.on_host
 
 

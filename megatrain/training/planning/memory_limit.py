@@ -15,7 +15,7 @@ from megatrain.training.launch.memory_remedies import gigabytes, memory_fix
 
 COMMON_GPUS: Final = ((40, "A100"), (80, "H100"), (141, "H200"), (192, "B200"), (288, "B300"))
 """Nominal memory in GB, ascending, and a GPU that has it."""
-_TIGHT: Final = 0.95
+TIGHT: Final = 0.95
 """Share of the memory above which a run may not fit: CUDA's context, NCCL and fragmentation are not planned."""
 WITHOUT_FP8: Final = ("A100",)
 """GPUs among these that have no FP8 GEMMs."""
@@ -57,7 +57,7 @@ def comparison(plan: Plan, needed: int, device_bytes: int | None, assumed: str |
         total, limit = needed / 1e9, device_bytes / 1e9
         return f"the largest total of {total:.2f} GB exceeds the {limit:.2f} GB of {gpu}{_larger_gpu(plan, needed)}"
     share = needed / device_bytes
-    tight = f", and takes {share:.0%} of them" if share > _TIGHT else ""
+    tight = f", and takes {share:.0%} of them" if share > TIGHT else ""
     return f"the largest total fits into the {device_bytes / 1e9:.2f} GB of {gpu}{tight}"
 
 
@@ -82,7 +82,7 @@ def memory_warning(
         text, share = str(host), host.per_host / host.available
     else:
         share = 0 if device_bytes is None else needed / device_bytes
-    if text is None or share <= _TIGHT:
+    if text is None or share <= TIGHT:
         return None
     end = "the run would end" if share > 1 else "fragmentation and NCCL may end the run"
     return f"{text}: {end} with an out-of-memory error\n  fix: {memory_fix(plan)}"

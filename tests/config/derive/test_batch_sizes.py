@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.config.derive.batch_sizes import BatchSizes, ConstantBatch, parse_ramp, parse_steps
+from megatrain.config.derive.batch_sizes import BatchSizes, SteppedBatch, parse_ramp, parse_steps
 from megatrain.config.errors import ConfigError
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "microbatches.json").read_text())
@@ -25,7 +25,7 @@ def first_iterations(sizes, count):
 
 @pytest.mark.parametrize("case", GOLDEN["constant"], ids=str)
 def test_constant_batches_equal_megatron_lm(case):
-    sizes = sizes_of(case, ConstantBatch(case["global_batch_size"]))
+    sizes = sizes_of(case, SteppedBatch(((0, case["global_batch_size"]),)))
     assert sizes.rule.at(0) == case["current"]
     assert sizes.at(0) == case["running"]
     assert sizes.num_microbatches(0) == case["num_micro_batches"]
@@ -77,7 +77,7 @@ def test_invalid_ramps_are_refused(case):
 @pytest.mark.parametrize("case", GOLDEN["train_iters_from_samples"], ids=str)
 def test_numbers_of_iterations_equal_megatron_lm(case):
     steps = case["step_schedule"]
-    rule = parse_steps(steps, seq_length=None) if steps else ConstantBatch(case["global_batch_size"])
+    rule = parse_steps(steps, seq_length=None) if steps else SteppedBatch(((0, case["global_batch_size"]),))
     sizes = BatchSizes(rule=rule, pass_size=1)
     found = sizes.iterations_to(case["train_samples"], consumed=0, fills_up=bool(steps))
     assert found == case["train_iters"]

@@ -15,7 +15,7 @@ from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.samples.blend import BlendedDataset
 from megatrain.data.samples.build import SamplePlans, SplitBuilder
-from megatrain.data.samples.dataset import MaskedSample
+from megatrain.data.samples.dataset import FamilySample
 from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.masked_dataset import MaskedDataset, MaskedSamples
 from megatrain.data.samples.masking import MaskOptions
@@ -367,6 +367,6 @@ def test_samples_without_a_mask_have_no_loss(corpus) -> None:
     assert short
     for k in short:
         sample = samples[k]
-        assert isinstance(sample, MaskedSample)
+        assert isinstance(sample, FamilySample)
         assert not sample.arrays["loss_mask"].any()
         assert (sample.arrays["labels"] == -1).all()

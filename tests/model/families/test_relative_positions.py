@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from megatrain.config.model_spec.relative_positions import RelativePositionSpec
+from megatrain.config.model_spec.attention import RelativePositionSpec
 from megatrain.model.families.relative_positions import bucket_of
 
 

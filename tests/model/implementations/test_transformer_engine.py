@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from split_schedules import one_rank, with_split_backward
 from torch import Tensor
 from transformer_engine_stand_in import SIGNATURES, stand_in
 
@@ -32,7 +33,6 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
-from megatrain.parallel.pipeline.schedule import one_forward_one_backward, with_split_backward
 from megatrain.parallel.rank_lists import GridShape
 
 VOCAB, SEQ, BATCH, PASSES = 101, 12, 2, 3
@@ -126,7 +126,7 @@ def trained(
         model.segments, grid, hidden_shape=(SEQ, BATCH, spec.hidden_size), dtype=torch.float64, device=CPU,
         hooks=DataParallel(buffers, grid),
     )  # fmt: skip
-    actions = one_forward_one_backward(0, 1, PASSES)
+    actions = one_rank(PASSES)
     infos = [PassInfo(microbatch=number, first_sample=BATCH * number) for number in range(PASSES)]
     ahead = [with_batches_ahead(batch, spec.num_depths) for batch in batches()]
     executor.run(with_split_backward(actions) if splits_backward else actions, ahead, infos)

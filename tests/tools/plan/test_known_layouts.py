@@ -9,10 +9,11 @@ import pytest
 from megatrain.config import Plan
 from megatrain.parallel.grid import RankGrid
 from megatrain.tools.plan import memory
-from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout
 from megatrain.tools.plan.memory import planned_bytes
 from megatrain.tools.plan.search import Run, best_layouts, evaluate
+from megatrain.training.planning.gpus import GPUS
 from megatrain.training.planning.memory_plan import RecordedStep
 from tests.training.planning.test_known_models import FOLDER, ORIGINALS
 

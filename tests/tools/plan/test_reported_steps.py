@@ -21,12 +21,13 @@ import pytest
 from everyday import nightly
 
 from megatrain.config.model_spec.experts import ExpertsSpec
-from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layer_times import LayerTimes
 from megatrain.tools.plan.layouts import Layout, Workload, layouts
 from megatrain.tools.plan.linear_times import Times
 from megatrain.tools.plan.search import Run
 from megatrain.tools.plan.step_time import StepTime, step_time
+from megatrain.training.planning.gpus import GPUS
 
 _MODELS: Final = Path(__file__).parents[3] / "configs" / "models"
 _MEGATRON: Final = (

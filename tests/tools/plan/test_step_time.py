@@ -8,13 +8,14 @@ import pytest
 
 from megatrain.config import Facts, parse, resolve
 from megatrain.config.model_spec.experts import RouterSpec
-from megatrain.tools.plan.hardware import GPUS, Cluster
+from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout, Workload, layouts
 from megatrain.tools.plan.linear_times import Fp8, Gemm, Times
 from megatrain.tools.plan.memory import estimated_bytes
 from megatrain.tools.plan.network import Group
 from megatrain.tools.plan.search import Run
 from megatrain.tools.plan.step_time import rank_weights, step_time
+from megatrain.training.planning.gpus import GPUS
 from scripts.plan_accuracy import MEASURED, Measured, predicted
 from tests.everyday import one_in
 

@@ -26,9 +26,9 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.planning.assumed_gpu import GPU_KINDS
 from megatrain.training.planning.dry_run import DryRun, examine
 from megatrain.training.planning.dry_run_output import as_text, to_dict
+from megatrain.training.planning.gpus import GPUS
 from megatrain.training.planning.memory_limit import comparison, memory_warning
 from megatrain.training.planning.memory_plan import planned_resident_memory, resident_memory
 from megatrain.training.planning.meta_step import MetaOperations
@@ -345,7 +345,7 @@ def test_an_ignored_flag_for_memory_is_an_error_if_the_run_does_not_fit(
 ) -> None:
     flags = {"--device": "cuda", "--bf16": "", "--offload-modules": "core_attn"}
     assert examined(flags).memory_warning is None
-    monkeypatch.setitem(GPU_KINDS, "h100", dataclasses.replace(GPU_KINDS["h100"], memory_bytes=1000))
+    monkeypatch.setitem(GPUS, "H100", dataclasses.replace(GPUS["H100"], memory_bytes=1000))
     with pytest.raises(
         ConfigError,
         match=r"no effect without --fine-grained-activation-offloading; .*exceeds.*\n.*fix: use",

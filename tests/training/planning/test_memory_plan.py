@@ -14,11 +14,13 @@ from run_helpers import command_line
 
 from megatrain.config import Plan, parse
 from megatrain.config.environment import LaunchEnvironment
+from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, SEVERAL_CHUNKS
 from megatrain.parallel import collectives
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.pipeline.schedule import interleaved, one_forward_one_backward
+from megatrain.parallel.pipeline.actions import Placement
+from megatrain.parallel.pipeline.schedule import PipelineSchedule
 from megatrain.parallel.pipeline.simulator import simulate
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import tiny_plan
@@ -362,7 +364,8 @@ def test_interpolated_stages_equal_recorded_ones(*, is_few: bool) -> None:
     assert count == (8 if is_few else 14)
     shape = GridShape(pp=6)
     engines = [Engine(plan, build_grid(shape, stage), META) for stage in range(6)]
-    flights = simulate([one_forward_one_backward(rank, 6, count) for rank in range(6)]).peak_activations
+    schedule = PipelineSchedule(ONE_CHUNK, Placement(6))
+    flights = simulate([schedule.training(rank, count) for rank in range(6)]).peak_activations
     found = planned_memory(plan, engines, flights)
     whole = [recorded(plan, engine.grid, META, count).memory() for engine in engines]
     assert found[:5] == whole[:5]
@@ -386,7 +389,8 @@ def test_three_groups_of_interleaved_micro_batches_have_the_memory_of_all(count:
     shape = grid_shape(plan)
     engines = [Engine(plan, build_grid(shape, stage), META) for stage in range(2)]
     placement = engines[0].model.placement
-    schedules = [interleaved(rank, placement, count, group_size=group) for rank in range(2)]
+    schedule = PipelineSchedule(SEVERAL_CHUNKS, placement, group_size=group)
+    schedules = [schedule.training(rank, count) for rank in range(2)]
     flights = simulate(schedules, placement=placement).peak_activations
     found = planned_memory(plan, engines, flights)
     whole = [recorded(plan, engine.grid, META, count).memory() for engine in engines]

@@ -10,13 +10,14 @@ from typing import Any, Final
 from megatrain.config.derive.patterns import parse_expert_pattern
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
-from megatrain.interop.hf.config_parts import layer_list
+from megatrain.interop.hf.config_parts import layer_list, num_layers_of
 from megatrain.interop.hf.families.llama import (
     BUFFERS,
     EXPERTS,
     GATED,
     MLP,
     NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
     NORMS,
     modules,
 )
@@ -33,9 +34,6 @@ from megatrain.interop.hf.family import (
 )
 from megatrain.interop.hf.rope import LatentRope
 from megatrain.storage.untrusted_json import integer
-
-_MAX_LAYERS: Final = 1 << 16
-
 
 _OF_LATENTS: Final = 1e-6
 
@@ -75,7 +73,7 @@ class _ExpertLayers:
     default: int
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        num_layers = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
+        num_layers = num_layers_of(source)
         first = source.checked("first_k_dense_replace", check=integer(0, num_layers), default=self.default)
         if first == num_layers:
             raise source.refusal("first_k_dense_replace", first, "a model of this kind has experts")
@@ -92,7 +90,7 @@ class _KindsOfLayers:
     """Lists of kinds of layers: an indexer in all, and those with experts; the second list overrides `first_k_dense_replace`."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        num_layers = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
+        num_layers = num_layers_of(source)
         indexed = ["indexed_attention"] * num_layers
         if source.get("layer_types", default=indexed) != indexed:
             raise source.refusal("layer_types", source.get("layer_types"), "every layer has an indexer")
@@ -114,7 +112,7 @@ class _Indexers:
     """An indexer in each layer; GLM may have layers that select the keys of the layer before."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        num_layers = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
+        num_layers = num_layers_of(source)
         source.get("index_skip_topk_offset")
         full = ["full"] * num_layers
         known = {
@@ -148,18 +146,10 @@ class _SharedExperts:
         return {"n_shared_experts": width // (config.experts.moe_ffn_hidden_size or 1)}
 
 
-@dataclass(frozen=True)
-class ScalingFactor:
-    """Factor of the probabilities of experts; models of ours may have none."""
-
-    default: float
-
-    def read(self, source: ConfigFile) -> dict[str, Any]:
-        factor = source.checked("routed_scaling_factor", check=POSITIVE, default=self.default)
-        return {"experts.moe_router_topk_scaling_factor": float(factor)}
-
-    def write(self, config: Config) -> dict[str, Any]:
-        return {"routed_scaling_factor": config.experts.moe_router_topk_scaling_factor or 1.0}
+def scaling_factor(default: float) -> Value:
+    """Return the factor of the probabilities of experts, with the default of a family; models of ours may have none."""
+    ours = "experts.moe_router_topk_scaling_factor"
+    return Value("routed_scaling_factor", ours, POSITIVE, default=default, unset=1.0)
 
 
 @dataclass(frozen=True)
@@ -230,7 +220,7 @@ def _config(
             default=experts,
             also=("num_experts", "num_local_experts"),
         ),
-        ScalingFactor(scaling),
+        scaling_factor(scaling),
         Fixed({"model.multi_latent_attention": True, "model.qk_layernorm": True}),
     )
 
@@ -272,7 +262,7 @@ DEEPSEEK_V2: Final = Family(
         Value("num_experts_per_tok", "experts.moe_router_topk"),
         Choice("scoring_func", {"softmax": {}}),
         Choice("norm_topk_prob", {False: {}}, reason="transformers does not normalize its probabilities"),
-        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+        NO_MLP_BIAS,
         ExpertGroups(best=1, groups=None, used=None, methods=("greedy", "group_limited_greedy")),
         Fixed({"experts.moe_router_pre_softmax": True}),
     ),
@@ -322,7 +312,7 @@ def _with_indexers(*, heads: int, is_interleaved: bool) -> tuple[ConfigPart, ...
         Value("index_head_dim", "model.dsa_indexer_head_dim", default=128),
         Value("index_topk", "model.dsa_indexer_topk", default=2048),
         Choice("indexer_rope_interleave", {is_interleaved: {}}),
-        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+        NO_MLP_BIAS,
         Fixed(
             {
                 "model.experimental_attention_variant": "dsa",

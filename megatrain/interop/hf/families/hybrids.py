@@ -14,15 +14,17 @@ from typing import Any, ClassVar, Final
 
 from megatrain.config.derive.families import mamba_of
 from megatrain.config.derive.hybrid_pattern import known_pattern
+from megatrain.config.derive.patterns import MAX_LAYERS
 from megatrain.config.schema.tree import Config
 from megatrain.config.schema.values import Range
 from megatrain.interop.hf.config_file import ConfigFile
-from megatrain.interop.hf.config_parts import QueryGroups
-from megatrain.interop.hf.families.deepseek import ExpertGroups, ScalingFactor
+from megatrain.interop.hf.config_parts import QueryGroups, num_layers_of
+from megatrain.interop.hf.families.deepseek import ExpertGroups, scaling_factor
 from megatrain.interop.hf.families.llama import (
     ATTENTION,
     MLP,
     NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
     OUTER,
     SWIGLU,
 )
@@ -44,7 +46,6 @@ from megatrain.interop.hf.family import (
 from megatrain.interop.hf.rope import Rope
 from megatrain.storage.untrusted_json import flag, integer, list_of, number, text
 
-_MAX_LAYERS: Final = 1 << 16
 _EPSILON: Final = 1e-5
 """Epsilon of the gated norm of Mamba-2 here, which is that of all norms in transformers."""
 _SMALLEST_STEP: Final = 1e-9
@@ -79,11 +80,11 @@ class _Kinds:
     def letters(cls, source: ConfigFile) -> str:
         """Return a letter for each layer."""
         source.get("num_hidden_layers", "hybrid_override_pattern")
-        check = list_of(text(tuple(cls.kinds)), most=_MAX_LAYERS)
+        check = list_of(text(tuple(cls.kinds)), most=MAX_LAYERS)
         kinds = source.checked("layers_block_type", "layer_types", check=check, is_optional=True)
         if kinds is not None:
             return "".join(cls.kinds[kind] for kind in kinds)
-        check = text(max_characters=_MAX_LAYERS)
+        check = text(max_characters=MAX_LAYERS)
         letters: str = source.checked("hybrid_override_pattern", check=check, default="ME*-")
         if not letters or set(letters) - set("ME*-"):
             raise source.refusal(
@@ -190,7 +191,7 @@ class _EqualBlocks:
     letters: str
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        return _settings(self.letters * source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS)))
+        return _settings(self.letters * num_layers_of(source))
 
     def write(self, config: Config) -> dict[str, Any]:
         return {"num_hidden_layers": len(_letters(config)) // len(self.letters)}
@@ -200,8 +201,8 @@ class _Blocks:
     """Blocks of Bamba: a mixer and an MLP."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        num_blocks = source.checked("num_hidden_layers", check=integer(1, _MAX_LAYERS))
-        check = list_of(integer(0, num_blocks - 1), most=_MAX_LAYERS)
+        num_blocks = num_layers_of(source)
+        check = list_of(integer(0, num_blocks - 1), most=MAX_LAYERS)
         attention = source.checked("attn_layer_indices", check=check, is_optional=True) or []
         return _settings("".join("*-" if number in attention else "M-" for number in range(num_blocks)))
 
@@ -348,7 +349,7 @@ _EXPERTS: Final[tuple[ConfigPart, ...]] = (
     Value("moe_intermediate_size", "experts.moe_ffn_hidden_size", default=7688),
     Value("moe_shared_expert_intermediate_size", "experts.moe_shared_expert_intermediate_size", default=7688),
     Value("moe_latent_size", "experts.moe_latent_size", is_optional=True),
-    ScalingFactor(1.0),
+    scaling_factor(1.0),
     Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
     ExpertGroups(best=2, groups=1, used=1),
     Implied(("n_shared_experts", "moe_shared_expert_overlap")),
@@ -380,7 +381,7 @@ NEMOTRON_H: Final = Family(
         Value("intermediate_size", "model.ffn_hidden_size"),
         Value("layer_norm_epsilon", "model.norm_epsilon", POSITIVE, default=_EPSILON),
         Choice("mlp_hidden_act", {"relu2": {"model.squared_relu": True}, "gelu": {}}),
-        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+        NO_MLP_BIAS,
         NO_ATTENTION_BIAS,
         Choice("tie_word_embeddings", {False: {}}, reason="transformers does not tie its output layer"),
         Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=False),
@@ -436,7 +437,7 @@ BAMBA: Final = Family(
         QueryGroups(default=8),
         Rope(partial="partial_rotary_factor", percent=0.5),
         NO_ATTENTION_BIAS,
-        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+        NO_MLP_BIAS,
         _Blocks(),
         _Heads("mamba_n_heads", "mamba_d_head", expand="mamba_expand", default=None),
         *_BAMBA,
@@ -476,7 +477,7 @@ FALCON_H1: Final = replace(
         QueryGroups(default=8),
         Rope(),
         NO_ATTENTION_BIAS,
-        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+        NO_MLP_BIAS,
         Choice("projectors_bias", {False: {}}, reason="biases of the projections"),
         _EqualBlocks("P-"),
         _FalconWidths(),

@@ -46,6 +46,7 @@ SWIGLU: Final = (
     Value("rms_norm_eps", "model.norm_epsilon", POSITIVE),
 )
 NO_ATTENTION_BIAS: Final = Choice("attention_bias", {False: {}}, reason="biases of the attention alone")
+NO_MLP_BIAS: Final = Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone")
 
 OUTER: Final = {
     "model.embed_tokens": "embedding.word_embeddings",
@@ -95,7 +96,7 @@ LLAMA: Final = Family(
         QueryGroups(),
         Rope(),
         NO_ATTENTION_BIAS,
-        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+        NO_MLP_BIAS,
     ),
     modules=modules(LAYER),
     buffers=BUFFERS,

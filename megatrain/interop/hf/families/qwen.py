@@ -7,10 +7,17 @@ Qwen 3 Next: gated delta nets in most layers, gated attention in others; its pre
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from megatrain.config.derive.patterns import parse_layer_pattern
+from megatrain.config.derive.patterns import MAX_LAYERS, parse_layer_pattern
 from megatrain.config.schema.tree import Config
 from megatrain.interop.hf.config_file import ConfigFile
-from megatrain.interop.hf.config_parts import ExpertLayers, QueryGroups, Windows, last_layers, layer_list
+from megatrain.interop.hf.config_parts import (
+    ExpertLayers,
+    QueryGroups,
+    Windows,
+    last_layers,
+    layer_list,
+    num_layers_of,
+)
 from megatrain.interop.hf.families.llama import (
     BUFFERS,
     EXPERTS,
@@ -22,7 +29,7 @@ from megatrain.interop.hf.families.llama import (
 )
 from megatrain.interop.hf.family import COUNT, Choice, Family, Fixed, Fused, Modules, Not, Value
 from megatrain.interop.hf.rope import Rope
-from megatrain.storage.untrusted_json import integer, list_of, text
+from megatrain.storage.untrusted_json import list_of, text
 
 _WINDOWS: Final = Windows(default=4096, layers=last_layers, switch="use_sliding_window")
 _WITH_BIAS: Final = (*SWIGLU, Fixed({"model.add_qkv_bias": True}), Rope())
@@ -42,9 +49,11 @@ class _DeltaNets:
     kinds: ClassVar = ("full_attention", "linear_attention")
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        num_layers = source.checked("num_hidden_layers", check=integer(1, 1 << 16))
+        num_layers = num_layers_of(source)
         every = source.checked("full_attention_interval", check=COUNT, default=4)
-        types = source.checked("layer_types", check=list_of(text(self.kinds), most=1 << 16), is_optional=True)
+        types = source.checked(
+            "layer_types", check=list_of(text(self.kinds), most=MAX_LAYERS), is_optional=True
+        )
         if types is None:
             types = [self.kinds[(number + 1) % every != 0] for number in range(num_layers)]
         if len(types) != num_layers:

@@ -307,15 +307,12 @@ def _is_size(value: Any, side: int) -> bool:
 
 def _llava(kind: str, language: Family, *, is_next: bool) -> Family:
     _, tower_type, parts = _TOWERS[kind]
-    is_llama = language is LLAMA
-    text = LanguageModel(
-        "text_config", language.model_type, language.config, LANGUAGE_SIZES if is_llama else {}
-    )
+    sizes = LANGUAGE_SIZES if language is LLAMA else {}
+    text = LanguageModel("text_config", language.model_type, language.config, sizes)
 
     def is_of(source: ConfigFile) -> bool:
         of_tower = source.nested("vision_config", _SIZES).get("model_type", default="clip_vision_model")
-        defaults = LANGUAGE_SIZES if language is LLAMA else {}
-        nested = source.nested("text_config", defaults)
+        nested = source.nested("text_config", sizes)
         return (of_tower, nested.get("model_type", default="llama")) == (tower_type, language.model_type)
 
     return Family(

@@ -12,14 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 
 from megatrain.config import ConfigError
 from megatrain.data.indexed.writer import IndexedWriter, token_dtype
 from megatrain.tools.parity.runs.case import Case
-from megatrain.tools.parity.runs.compare import RunComparer, Verdict, problems_of
+from megatrain.tools.parity.runs.compare import Kind, RunComparer, Verdict, problems_of
 from megatrain.tools.parity.runs.draw import drawn_words
 from megatrain.tools.parity.runs.fixes import fixed_start
 from megatrain.tools.parity.runs.options import SENTENCES, SPECIAL, WORD_PIECES
@@ -192,9 +192,7 @@ class RunTable:
         for words, kind in self.cases.items():
             print(f"{kind:<8} {' '.join(words)}")
         print(
-            ", ".join(
-                f"{self.kinds[kind]} {kind}" for kind in ("equal", "refused", "differs", "crashes", "hangs")
-            )
+            ", ".join(f"{self.kinds[kind]} {kind}" for kind in get_args(Kind))
             + f", {len(self.refused_fixes)} fixes refused"
         )
         return not (self.cases or self.refused_fixes)
