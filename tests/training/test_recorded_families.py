@@ -20,15 +20,17 @@ from canonical_weights import CopiedWeights
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatrain.config import parse
+from megatrain.config import parse, resolve
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.images.vectors import place_images, vector_tokens
+from megatrain.data.samples.dataset import MaskedSample
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.family_batch import family_batch
 from megatrain.tools.parity.measure import gradients_of, master_weights_of
+from megatrain.training.batches import build_samples
 from megatrain.training.build import build_schedules
 from megatrain.training.launch import facts
 from megatrain.training.launch.ranks import joined_ranks
@@ -101,7 +103,11 @@ class Case:
 
     def tensors(self, kind: str) -> dict[str, Tensor]:
         """Return `weights`, `gradients`, `batches` or `resumed.batches`."""
-        return load_file(self.folder / f"{self.name}.{kind}.safetensors")
+        return load_file(self.file(kind))
+
+    def file(self, kind: str) -> Path:
+        """Return the file of these tensors."""
+        return self.folder / f"{self.name}.{kind}.safetensors"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -324,6 +330,39 @@ def test_a_resumed_run_continues_with_the_recorded_digits(case: Case, stopped: P
     """The data is recorded too: `tests/interop/megatron/test_continued_families.py` reads the corpus."""
     with resumed_trainer_of(case, stopped) as trainer:
         assert_recorded(train(trainer, case, "resumed.batches"), case.lines(".resumed"))
+
+
+@pytest.mark.usefixtures("whole_mock_data")
+def test_samples_of_the_flags_are_the_recorded_ones(case: Case) -> None:
+    """Of both runs. Mock data has other images than the recorded runs, see `with_images`."""
+    request = parse([*case.flags, "--model-family", case.family, "--device", "cpu"])
+    found = facts.gather_data_facts(request, world_size=1, log=print)
+    samples = build_samples(resolve(request, found), found).train
+    assert samples is not None
+    kinds = [kind for kind in ("batches", "resumed.batches") if case.file(kind).is_file()]
+    batches = [batch for kind in kinds for (batch,) in batches_of(case, kind, 1)]
+    b = len(batches[0].tokens)
+    for number, batch in enumerate(batches):
+        read = [arrays_of(samples[number * b + row]) for row in range(b)]
+        ours = batch_of(case.family, {name: torch.stack([one[name] for one in read]) for name in read[0]})
+        assert ours.tokens.shape == batch.tokens.shape
+        for name, tensor in tensors_of(ours).items():
+            assert torch.equal(tensor, tensors_of(batch)[name]), (number, name)
+
+
+def arrays_of(sample: Any) -> dict[str, Tensor]:
+    """Return the arrays of a sample; those of a GPT are fields."""
+    arrays = sample.arrays if isinstance(sample, MaskedSample) else vars(sample)
+    return {name: torch.from_numpy(x) for name, x in arrays.items() if isinstance(x, np.ndarray)}
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """Return the tensors of a micro-batch without images."""
+    encoder = (
+        {} if batch.encoder is None else {f"encoder.{name}": x for name, x in vars(batch.encoder).items()}
+    )
+    tensors = {**vars(batch), **encoder}
+    return {name: x for name, x in tensors.items() if isinstance(x, Tensor) and name != "images"}
 
 
 def test_initial_values_have_the_recorded_spread(case: Case) -> None:
