@@ -70,7 +70,7 @@ class Case:
 
     @property
     def flags(self) -> list[str]:
-        """Return the recorded command line, which reads the sentences beside the folder, or the shared ones."""
+        """Return the recorded command line, which reads the sentences next to the folder, or the shared ones."""
         flags: list[str] = json.loads((self.folder / "flags.json").read_text())[self.name]
         sentences = self.folder.parent / "sentences"
         sentences = sentences if sentences.is_dir() else SHARED / "sentences"
