@@ -23,8 +23,9 @@ BERT = (
 def test_a_query_of_padding_attends_to_all_keys_alike(backend: str) -> None:
     is_token = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1]]).bool()
     with joined_ranks(parse(f"{BERT} --attention-backend {backend}".split()), Phases(Console())) as ranks:
-        modules = Trainer(ranks).engine.model.modules()
-        (attention,) = (module for module in modules if isinstance(module, MaskedAttention))
+        segments = Trainer(ranks).engine.model.segments
+        modules = [module for segment in segments for module in segment.modules()]
+        (attention,) = [module for module in modules if isinstance(module, MaskedAttention)]
         generator = torch.Generator().manual_seed(0)
         q, k, v = torch.randn(3, 6, 2, 2, 6, generator=generator)
         out = attention(q, k, v, PassInfo(is_token=is_token)).unflatten(-1, (2, 6))
