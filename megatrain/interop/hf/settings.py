@@ -70,7 +70,10 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, tuple):
             words += [flag_of(setting.path), *value]
         else:
-            words += [flag_of(setting.path), repr(value) if isinstance(value, float) else str(value)]
+            word = repr(value) if isinstance(value, float) else str(value)
+            words.append(
+                f"{flag_of(setting.path)}={word}"
+            )  # a word may begin with -, as patterns of hybrids do
     return words
 
 
