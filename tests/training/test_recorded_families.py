@@ -81,8 +81,7 @@ class Case:
         """Return the family of the model: the name of the folder, unless it holds several."""
         if self.folder.name in (*MASKED_FAMILIES, "vlm"):
             return self.folder.name
-        is_hybrid = {"--hybrid-layer-pattern", "--hybrid-override-pattern"} & set(self.flags)
-        return "hybrid" if is_hybrid else "gpt"
+        return "hybrid" if any(flag.startswith("--hybrid-") for flag in self.flags) else "gpt"
 
     @property
     def vocab_size(self) -> int:
@@ -178,7 +177,7 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the flags without these and the words after each."""
     kept, is_kept = [], True
     for flag in flags:
-        is_kept = flag not in names if flag.startswith("--") else is_kept
+        is_kept = flag.partition("=")[0] not in names if flag.startswith("--") else is_kept
         kept += [flag] * is_kept
     return kept
 
