@@ -71,7 +71,7 @@ def test_losses_and_gradients_are_those_of_the_plain_model(flags: str) -> None:
 
 
 def batch_of(family: str, vectors: int) -> Batch:
-    """Return a micro-batch of random ids, the second sample of which ends with padding; an image has these vectors."""
+    """Return a micro-batch of random ids; its second sample ends with padding. An image has these vectors."""
     ids, other = torch.randint(1, VOCAB, (2, B, S))
     is_token = torch.arange(S) < torch.tensor([[S], [S - 7]])
     if family == "bert":
