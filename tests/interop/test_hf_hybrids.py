@@ -12,7 +12,7 @@ from tiny_models import MODELS, VOCAB, tiny_model, write
 from megatrain.config import ConfigError
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
-from megatrain.interop.hf.settings import read_settings
+from megatrain.interop.hf.settings import plan_of, read_settings
 from megatrain.tools.compare_logits import logits_of_transformers
 from megatrain.tools.main import main
 
@@ -45,9 +45,18 @@ def test_the_pattern_of_the_hub_means_the_list_of_transformers() -> None:
     assert settings_of("NemotronHForCausalLM", older) == found
 
 
+def test_a_pattern_may_begin_with_an_mlp() -> None:
+    found = settings_of(
+        "NemotronHForCausalLM", {**NEMOTRON[1], "layers_block_type": ["mlp", "full_attention"]}
+    )
+    assert plan_of(found, VOCAB, Path("config.json")).config.model.hybrid_layer_pattern == "-*"
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "problem"),
     [
+        (MODELS["Nemotron 3"], {"num_experts_per_tok": 1}, "norm_topk_prob is True.*that of one is not"),
+        (MODELS["DeepSeek-V3"], {"norm_topk_prob": False}, "norm_topk_prob is False"),
         (NEMOTRON, {"layers_block_type": ["linear_attention", "sparse"]}, "'sparse' is not one of"),
         (NEMOTRON, {"layers_block_type": None, "hybrid_override_pattern": "MD"}, "M is Mamba-2, E experts"),
         (NEMOTRON, {"layer_norm_epsilon": 1e-6}, "the gated norm of Mamba-2 has 1e-05"),

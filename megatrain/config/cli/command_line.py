@@ -227,7 +227,7 @@ def _unknown_flag(flag: FlagWords) -> Problem:
         return Problem(
             f"{flag.name} is not an argument", f"did you mean {near}?" if near else "remove the line"
         )
-    return Problem(
-        f"{flag.typed} is not a flag",
-        f"did you mean {near}?" if near else "leave it out; --help lists all flags",
-    )
+    fix = f"did you mean {near}?" if near else "leave it out; --help lists all flags"
+    if not near and not name.startswith("--"):
+        fix = f"write = before {flag.typed} if it is the value of a flag, as in --hybrid-layer-pattern=-M*; else leave it out"
+    return Problem(f"{flag.typed} is not a flag", fix)

@@ -69,6 +69,13 @@ def is_flag(word: str) -> bool:
     return len(word) > 1 and word.startswith("-") and not _NEGATIVE_NUMBER.match(word)
 
 
+def words_of(flag: str, *values: str) -> list[str]:
+    """Return the words that give a flag these values; a value that would start a flag, such as `-M*`, follows `=`."""
+    if len(values) == 1 and is_flag(values[0]):
+        return [f"{flag}={values[0]}"]
+    return [flag, *values]
+
+
 def list_words(words: Sequence[str]) -> tuple[str, ...]:
     """Return the entries of a list: `a b`, `[a b]` and `[a, b]` are the same, in one word or several."""
     text = " ".join(words)

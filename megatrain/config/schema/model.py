@@ -127,7 +127,7 @@ class ModelConfig(Section, on_resume=SHAPE):
     decoder_num_layers: int | None = setting(
         None, at_least=1, on_resume=SAFE, taken_by=ARGS, needs=_TWO_DEPTHS
     )
-    """vlm: layers of the language model; none: --num-layers. T5: must equal --encoder-num-layers, the depth of both stacks, as in Megatron-LM."""
+    """vlm: layers of the language model; none: --num-layers. T5: no effect, as in Megatron-LM, where --encoder-num-layers is the depth of both stacks."""
     decoder_seq_length: int | None = setting(
         None, at_least=1, unit="tokens", on_resume=SAFE, taken_by=ARGS, needs=_T5
     )

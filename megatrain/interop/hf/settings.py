@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.cli.flag_words import words_of
 from megatrain.config.derive.vision import PROJECTOR, TOWER, tokens_of_images
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
@@ -70,7 +71,7 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, tuple):
             words += [flag_of(setting.path), *value]
         else:
-            words += [flag_of(setting.path), repr(value) if isinstance(value, float) else str(value)]
+            words += words_of(flag_of(setting.path), repr(value) if isinstance(value, float) else str(value))
     return words
 
 

@@ -21,7 +21,7 @@ import torch
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.config import ConfigError, Facts, Plan, parse, resolve
-from megatrain.config.cli.flag_words import FlagWords
+from megatrain.config.cli.flag_words import FlagWords, words_of
 from megatrain.config.cli.megatron_yaml import read_arguments
 from megatrain.config.schema.tokenizer import TokenizerConfig, tokenizer_problems
 from megatrain.config.schema.tree import settings
@@ -120,7 +120,7 @@ def plan_of(arguments: Mapping[str, Any], family: str, source: Path) -> Plan:
     words = ["--model-family", family]
     for item in read_arguments(given, str(source), wanted):
         if isinstance(item, FlagWords):
-            words += [item.flag, *item.words]
+            words += words_of(item.flag, *item.words)
     padded, size = arguments.get("padded_vocab_size"), _num_replicas(arguments)
     if not isinstance(padded, int) or size < 1:
         raise MismatchError(

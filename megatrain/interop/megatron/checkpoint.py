@@ -23,6 +23,7 @@ from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_values import check_stored_values
 from megatrain.checkpoint.tensor_file import dtype_name
+from megatrain.config.derive.vision import is_frozen
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import layout_of, plan_of, tokenizer_settings
 from megatrain.interop.megatron.dcp_folder import DcpFolder
@@ -156,11 +157,13 @@ class MegatronCheckpoint(TensorReader):
     def _check_kinds(self) -> None:
         """Check that all tensors have the same kinds of state: else a part of the optimizer's state is lost, or unknown.
 
-        The kind of a weight counts if it is one of the optimizer, and not the model's rounded one.
+        The kind of a weight counts if it is one of the optimizer, and not the model's rounded one. Frozen weights have no state.
         """
+        vision = self.plan.config.vision
         kinds = {
             name: frozenset(kind for kind, tensor in source.tensors.items() if _STATE.fullmatch(tensor))
             for name, source in self._sources.items()
+            if not is_frozen(name, tower=vision.freeze_vit, language=vision.freeze_lm)
         }
         most = max(kinds.values(), key=len, default=frozenset())
         for name, found in kinds.items():

@@ -68,6 +68,8 @@ _WITH_OTHER_ROWS: Final = (
     "hybrid_override_pattern",
 )
 """Arguments of models whose parameters tensor ranks hold in pieces that are not joined here."""
+_FROZEN: Final = {"freeze_LM": LANGUAGE, "freeze_ViT": "vision_model."}
+"""Arguments by which the optimizer has no parameters of a part, and the beginning of their names."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class _Sizes:
     num_experts: int
     is_gated: bool
     is_tied: bool
+    frozen: tuple[str, ...]
+    """Beginnings of the names of parameters that the optimizer does not have."""
 
 
 class TorchFiles:
@@ -232,7 +236,8 @@ class TorchFiles:
                     index = int(expert[1] or expert[3]) + ep * (sizes.num_experts // sizes.ep)
                     whole = f"{whole[: expert.start()]}mlp.experts.experts.{expert[2]}"
                 found.append(_Local(whole, record, size_of(record), index, place, tp))
-        moments = _states_of(state.get("optimizer"), found) if len(keys) == 1 else ()
+        trained = _trained(found, sizes.frozen)
+        moments = _states_of(state.get("optimizer"), trained) if len(keys) == 1 else ()
         for local in (*found, *moments):
             is_copy = local.name.endswith("output_layer.weight") and sizes.is_tied
             is_copy &= LANGUAGE not in local.name  # its head is never tied
@@ -304,6 +309,7 @@ def _sizes_of(path: Path, arguments: Mapping[str, Any]) -> _Sizes:
         arguments.get("num_experts") or 0,
         any(arguments.get(name) for name in GATED),
         not arguments.get("untie_embeddings_and_output_weights"),
+        tuple(prefix for name, prefix in _FROZEN.items() if arguments.get(name)),
     )
 
 
@@ -321,8 +327,8 @@ def _not_read(arguments: Mapping[str, Any], tp: int, num_stages: int) -> Iterato
         yield f"num_query_groups {groups}"
 
 
-def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]:
-    """Yield the optimizer's state of each parameter of a rank, and its master weight if there is one.
+def _states_of(optimizer: Any, trained: Sequence[_Local]) -> Iterator[_Local]:
+    """Yield the optimizer's state of each trained parameter of a rank, and its master weight if there is one.
 
     torch numbers parameters by groups: in a group in the order of the model, matrices apart from biases and norms. Nothing is
     yielded if the numbers of parameters do not fit, as for optimizers of several parts: the checkpoint then has weights alone.
@@ -334,7 +340,6 @@ def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]
     groups, states = inner.get("param_groups"), inner.get("state")
     if not isinstance(groups, list) or not isinstance(states, dict):
         return
-    trained = list(_trained(parameters))
     of_groups = [_members(group, groups, trained) for group in groups]
     if [len(group["params"]) for group in groups] != list(map(len, of_groups)):
         return
@@ -352,8 +357,8 @@ def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]
                 yield replace(parameter, name=f"optimizer.state.{kind}.{parameter.name}", record=record)
 
 
-def _trained(parameters: Sequence[_Local]) -> Iterator[_Local]:
-    """Yield the parameters that the optimizer has; of one with two names in the model the first."""
+def _trained(parameters: Sequence[_Local], frozen: tuple[str, ...]) -> list[_Local]:
+    """Return the parameters that the optimizer has; of one with two names in the model the first."""
     found = {one.name for one in parameters}
     twice = {
         name.replace(first, second)
@@ -361,7 +366,11 @@ def _trained(parameters: Sequence[_Local]) -> Iterator[_Local]:
         for name in found
         if name.startswith(first)
     }
-    yield from (one for one in parameters if not one.name.endswith(_BUFFERS) and one.name not in twice)
+    return [
+        one
+        for one in parameters
+        if not one.name.endswith(_BUFFERS) and not one.name.startswith(frozen) and one.name not in twice
+    ]
 
 
 def _members(

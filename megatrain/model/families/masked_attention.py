@@ -4,7 +4,8 @@
     decoder            keys up to the query (with relative bias)      relative bias of one direction
     cross-attention    keys of the encoder's tokens                   none
 
-A query of padding attends to tokens too; its output reaches no loss.
+A query of padding attends to tokens too, or, without the Triton kernel and a bias, to all keys alike, as in Megatron-LM's local
+layers. It reaches the loss of BERT alone, where chance replaces a masked word by [PAD].
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class MaskedAttention(ShardedModule):
         self.dropout_key = stream_key(context.ranks.seed, f"{context.name(spec)}.dropout")
         self.kernel = context.builder.attention
         self.is_causal = isinstance(spec, AttentionSpec) and spec.mask == "causal"
+        self.reads_itself = isinstance(spec, AttentionSpec)
         self.dx_sums: tuple[ColumnSums, ...] = ()
         """Sums of the gradients of q, k and v, see `fused_masked_attention`."""
         self.has_bias = isinstance(spec, AttentionSpec) and spec.relative is not None
@@ -56,6 +58,8 @@ class MaskedAttention(ShardedModule):
             out = fused_masked_attention(q, k, v, spec, bias=by_distance, scale=self.scale, sums=self.dx_sums)
             return out.flatten(2)
         mask = None if is_token is None else is_token[:, None, None]
+        if is_token is not None and self.reads_itself and not self.has_bias:
+            q, mask = self._without_padding(q, is_token)
         if self.is_causal:
             mask = torch.ones(1, 1, q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).tril()
         bias = self.positions.bias(q.shape[0], k.shape[0]) if self.has_bias else None
@@ -67,6 +71,11 @@ class MaskedAttention(ShardedModule):
         else:
             out = masked_attention(q, k, v, mask=mask, bias=bias, scale=self.scale)
         return out.flatten(2)
+
+    def _without_padding(self, q: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries that are 0 where they are padding, and a mask by which these attend to all keys."""
+        is_query = is_token[:, self.cp.positions(q.shape[0], q.device)]
+        return q * is_query.mT[..., None, None], is_token[:, None, None] | ~is_query[:, None, :, None]
 
     @property
     def positions(self) -> RelativePositions:

@@ -91,6 +91,7 @@ def test_a_flag_sets_its_field(argv, path, expected):
         (["--num-layer", "3"], "--num-layer is not a flag", "--num-layers?"),
         (["--NUM_LAYERS", "3"], "--NUM_LAYERS is not a flag", "--num-layers?"),
         (["--xyzzy=1"], "--xyzzy is not a flag", "leave it out"),
+        (["-M*"], "-M* is not a flag", "write = before -M*"),
         (["--num-layers"], "--num-layers has no value", "--num-layers a whole number at least 1"),
         (["--data-path"], "--data-path has no value", "--data-path one or more values"),
         (["--config"], "--config has no value", "YAML file"),

@@ -26,6 +26,8 @@ CASES = [
     ("--model-family hybrid --hybrid-layer-pattern *- --hybrid-mlp-ratio 0.5", "",
      ("--hybrid-mlp-ratio 0.5", "with --hybrid-layer-pattern")),
     ("--decoder-num-layers 3", "", ("--decoder-num-layers 3", "--model-family is t5 or vlm")),
+    ("--model-family t5 --decoder-seq-length 32 --decoder-num-layers 6", "",
+     ("--decoder-num-layers 6 has no effect", "4 layers of --encoder-num-layers")),
     ("--dataloader-seq-length 20", "", ("--dataloader-seq-length 20", "--model-family is vlm")),
     ("--model-family vlm --img-h 28 --img-w 28 --patch-dim 14 --vision-num-attention-heads 4", "",
      ("--vision-num-attention-heads 4", "--vision-model-type is clip or siglip or internvit300M")),

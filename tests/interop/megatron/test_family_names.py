@@ -59,3 +59,8 @@ def test_names_are_written_as_they_are_read(family: str, case: str, families: Pa
 def test_the_head_for_the_order_of_sentences_is_an_argument(*, has_head: bool, tmp_path: Path) -> None:
     plan = plan_of({**ARGUMENTS, "bert_binary_head": has_head}, "bert", tmp_path)
     assert plan.config.model.bert_no_binary_head is not has_head
+
+
+def test_a_pattern_of_a_checkpoint_may_begin_with_an_mlp(tmp_path: Path) -> None:
+    pattern = {"hybrid_layer_pattern": "-*", "position_embedding_type": "none"}
+    assert plan_of({**ARGUMENTS, **pattern}, "hybrid", tmp_path).config.model.hybrid_layer_pattern == "-*"

@@ -3,6 +3,7 @@
 import random
 import shutil
 import tarfile
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from everyday import nightly
-from megatron_torch_files import write_torch_files
+from megatron_torch_files import KINDS, write_torch_files
 
 from megatrain.checkpoint.errors import CheckpointError
+from megatrain.config.derive.vision import is_frozen
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
+from megatrain.interop.megatron.torch_files import TorchFiles
+from megatrain.parallel.layout import whole_box
 from megatrain.tools.main import main
 
 FILE = "mp_rank_01/model_optim_rng.pt"
@@ -109,6 +113,58 @@ def test_other_families_have_the_tensors_of_torch_dist(
     assert found.keys() == expected.keys()
     assert {name.split("/")[0] for name in found} == {"weight", "exp_avg", "exp_avg_sq"}
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("frozen", [{"freeze_LM"}, {"freeze_ViT"}, {"freeze_LM", "freeze_ViT"}], ids=str)
+def test_the_optimizer_has_nothing_of_frozen_parts(frozen: set[str], families: Path, tmp_path: Path) -> None:
+    with tarfile.open(families / "vlm/llava.ckpt.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / "llava.ckpt/iter_0000008"
+    prefixes = tuple({"freeze_LM": "language_model.", "freeze_ViT": "vision_model."}[one] for one in frozen)
+    found = whole(write_frozen(source, tmp_path / "frozen", dict.fromkeys(frozen, True), prefixes))
+    expected = whole(source)
+    assert found.keys() < expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    missing = {name.partition("/")[2] for name in expected.keys() - found.keys()}
+    trained = {name.partition("/")[2] for name in found if name.startswith("exp_avg/")}
+    is_tower, is_language = (name in frozen for name in ("freeze_ViT", "freeze_LM"))
+    assert all(is_frozen(name, tower=is_tower, language=is_language) for name in missing)
+    assert not any(is_frozen(name, tower=is_tower, language=is_language) for name in trained)
+
+
+def write_frozen(source: Path, target: Path, arguments: dict[str, Any], frozen: tuple[str, ...]) -> Path:
+    """Write a checkpoint of one rank again as a run with frozen parts writes it."""
+    files = TorchFiles(source)
+    tensors = {name: files.read(name, whole_box(tensor.shape)) for name, tensor in files.tensors.items()}
+    model = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
+    groups: list[list[str]] = [[], []]
+    for name, tensor in model.items():
+        if not name.startswith(frozen):
+            groups[tensor.dim() == 1 or name.endswith(".bias")].append(name)
+    numbers = {name: number for number, name in enumerate([*groups[0], *groups[1]])}
+    optimizer = {
+        "state": {
+            number: {kind: tensors[f"optimizer.state.{kind}.{name}"] for kind in KINDS}
+            for name, number in numbers.items()
+        },
+        "param_groups": [
+            {"wd_mult": factor, "step": 8, "params": [numbers[name] for name in group]}
+            for factor, group in zip((1.0, 0.0), groups, strict=True)
+        ],
+    }
+    common = files.object("common_state")
+    plain = {
+        name: value
+        for name, value in common["args"].state.items()
+        if isinstance(value, bool | int | float | str | None)
+    }
+    state = {
+        "args": Namespace(**plain | arguments), "checkpoint_version": 3.0, "iteration": 8, "model": model,
+        "optimizer": optimizer, "opt_param_scheduler": common["opt_param_scheduler"],
+    }  # fmt: skip
+    (target / "mp_rank_00").mkdir(parents=True)
+    torch.save(state, target / "mp_rank_00/model_optim_rng.pt")
+    return target
 
 
 @pytest.mark.nightly

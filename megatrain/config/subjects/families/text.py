@@ -145,15 +145,13 @@ def decoder_has_a_length(draft: Draft) -> Problems:
         )
 
 
-@rule
-def stacks_are_equally_deep(draft: Draft) -> Problems:
+@note("result")
+def stacks_are_equally_deep(draft: Draft) -> Notes:
     model = draft.config.model
-    depth = model.decoder_num_layers
-    if model.model_family == "t5" and depth not in (None, model.num_layers):
-        yield Problem(
-            f"--decoder-num-layers {depth} has no effect, as in Megatron-LM: --encoder-num-layers {model.num_layers} is the"
-            " depth of both stacks of T5",
-            f"use --decoder-num-layers {model.num_layers}, or change --encoder-num-layers",
+    if model.model_family == "t5" and model.decoder_num_layers not in (None, model.num_layers):
+        yield (
+            f"--decoder-num-layers {model.decoder_num_layers} has no effect, as in Megatron-LM: both stacks of T5 have the"
+            f" {model.num_layers} layers of --encoder-num-layers"
         )
 
 

@@ -184,6 +184,24 @@ class ExpertGroups:
         return sizes | ({"topk_method": self.methods[groups is not None]} if self.methods else {})
 
 
+class NormalizedScores:
+    """Sigmoid scores of the experts of a token, divided by their sum; that of a single expert, here, is not."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        is_normalized = source.get("norm_topk_prob", default=True)
+        has_several = source.get("num_experts_per_tok", default=2) != 1
+        if is_normalized != has_several:
+            raise source.refusal(
+                "norm_topk_prob",
+                is_normalized,
+                "sigmoid scores of several experts are divided by their sum, that of one is not",
+            )
+        return {}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {"norm_topk_prob": config.experts.moe_router_topk > 1}
+
+
 _SIZES: Final = {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _SIZES_OF_GLM: Final = {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256}
 
@@ -281,7 +299,7 @@ def _of_v3(
         Value("num_experts_per_tok", "experts.moe_router_topk", default=8),
         Choice("scoring_func", {"sigmoid": {}}),
         Choice("topk_method", {"noaux_tc": {}}),
-        Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
+        NormalizedScores(),
         Choice("rope_interleave", {True: {}}, reason="adjacent channels form a pair"),
         ExpertGroups(best=2, groups=groups, used=used),
         Fixed(

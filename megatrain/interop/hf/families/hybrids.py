@@ -19,7 +19,7 @@ from megatrain.config.schema.tree import Config
 from megatrain.config.schema.values import Range
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.config_parts import QueryGroups, num_layers_of
-from megatrain.interop.hf.families.deepseek import ExpertGroups, scaling_factor
+from megatrain.interop.hf.families.deepseek import ExpertGroups, NormalizedScores, scaling_factor
 from megatrain.interop.hf.families.llama import (
     ATTENTION,
     MLP,
@@ -350,7 +350,7 @@ _EXPERTS: Final[tuple[ConfigPart, ...]] = (
     Value("moe_shared_expert_intermediate_size", "experts.moe_shared_expert_intermediate_size", default=7688),
     Value("moe_latent_size", "experts.moe_latent_size", is_optional=True),
     scaling_factor(1.0),
-    Choice("norm_topk_prob", {True: {}}, reason="probabilities of sigmoid scores are normalized"),
+    NormalizedScores(),
     ExpertGroups(best=2, groups=1, used=1),
     Implied(("n_shared_experts", "moe_shared_expert_overlap")),
     Fixed(

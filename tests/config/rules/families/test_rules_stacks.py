@@ -31,10 +31,6 @@ CASES = {
         (f"--model-family t5 --decoder-seq-length 200 {LEARNED} 128", "position-embedding-type", None,
          ("--decoder-seq-length 200", "--max-position-embeddings 128"), ("--max-position-embeddings 200",)),
     ],
-    "stacks_are_equally_deep": [
-        (f"{T5} --decoder-num-layers 6", "", None,
-         ("--decoder-num-layers 6", "--encoder-num-layers 4"), ("--decoder-num-layers 4", "--encoder-num-layers")),
-    ],
     "cross_attention_has_all_heads": [
         (f"{T5} --group-query-attention --num-query-groups 2", "", None,
          ("--num-query-groups 2", "cross-attention"), ("remove --group-query-attention",)),
