@@ -108,7 +108,9 @@ def _read_script(file: str, given: Mapping[str, str]) -> Source:
         found = evaluate(file, given, slurm_numbers(slurm))
         launch, others = find_launch(found)
     if launch is None:
-        ends = "".join(f"; {line}" for line in (*_other_programs(found), *([found.exit] if found.exit else [])))
+        ends = "".join(
+            f"; {line}" for line in (*_other_programs(found), *([found.exit] if found.exit else []))
+        )
         needs = "".join(f"\n  {line}" for line in (*found.uncertain, *found.not_read))
         raise InputError(
             f"{file}: no command runs a pretrain_*.py{ends}{needs}",

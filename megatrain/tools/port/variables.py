@@ -109,6 +109,4 @@ def assumed(text: str, known: Mapping[str, str]) -> Iterator[Assumed]:
             continue
         if "+" not in sign[:2]:
             seen.add(name)
-            yield Assumed(
-                name, value.strip("\"'"), without_comments.count("\n", 0, match.start()) + 1
-            )
+            yield Assumed(name, value.strip("\"'"), without_comments.count("\n", 0, match.start()) + 1)
