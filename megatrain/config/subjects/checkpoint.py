@@ -90,9 +90,10 @@ def finetuning_replaces_checkpoints(draft: Draft) -> Notes:
 def finetune_does_not_resume(draft: Draft) -> Notes:
     checkpoint = draft.config.checkpoint
     if checkpoint.finetune and checkpoint.save not in (None, checkpoint.load):
+        start = f"--pretrained-checkpoint {checkpoint.load} " if checkpoint.load else ""
         yield (
             "the same command with --finetune does not resume after an early exit; to resume, use"
-            f" --pretrained-checkpoint {checkpoint.load} --load {checkpoint.save} --save {checkpoint.save}"
+            f" {start}--load {checkpoint.save} --save {checkpoint.save}"
         )
 
 

@@ -86,6 +86,8 @@ def test_an_overlap_without_all_gather_is_noted(plan_of):
 def test_a_finetuning_run_that_does_not_resume_is_noted(plan_of):
     (note,) = (n for n in plan_of("--load x --save y --finetune").notes if "--finetune" in n)
     assert "--pretrained-checkpoint x --load y --save y" in note
+    (note,) = (n for n in plan_of("--save y --finetune").notes if "does not resume" in n)
+    assert note.endswith("use --load y --save y")
 
 
 @pytest.mark.parametrize(
