@@ -373,7 +373,7 @@ class ResilienceConfig(Section, on_resume=SAFE):
     exit_interval: int | None = setting(None, at_least=1)
     """Save and exit at the first iteration divisible by this."""
     exit_duration_in_mins: float | None = setting(None, above=0)
-    """Save and exit after this many minutes."""
+    """Save and exit after the iteration in which this many minutes have passed since the program started."""
     flight_recorder_dump_path: str | None = setting(None, needs=_NCCL)
     """Folder in which each rank writes its newest NCCL collectives after one has timed out (PyTorch's flight recorder; `torchfrtrace` names the ranks that did not join). none: nothing is recorded."""
     flight_recorder_trace_buffer_size: int = setting(2000, at_least=1, needs=_RECORDER)
