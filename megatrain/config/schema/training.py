@@ -236,7 +236,7 @@ _HAS_LINEAR: Final = Need(
 )
 _NOT_COPIED: Final = (
     conflict(_LAYERS, when=_HAS_LINEAR, why=" with replace_with_linear, which is not converted"),
-    conflict("optimizer.optimizer", "sgd", "muon", "adaptive_muon", "lion", "soap", why=_NOT_HELD),
+    conflict("optimizer.optimizer", when=none_of("optimizer.optimizer", "adam"), why=_NOT_HELD),
     conflict("model.model_family", "vlm", why=_NOT_HELD),
     conflict("model.spec", why=_NOT_HELD),
     conflict("model.hybrid_layer_pattern", when=contains("model.hybrid_layer_pattern", "P"), why=_NOT_HELD),
