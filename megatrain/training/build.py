@@ -388,9 +388,7 @@ def _mlp_rows(plan: Plan) -> int | None:
 
 
 UPDATE_RULES: Final[Mapping[str, Callable[[OptimizerConfig], UpdateRule]]] = {
-    "adam": lambda config: AdamwRule(
-        beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps
-    ),
+    "adam": lambda config: AdamwRule(beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps),
     "sgd": lambda config: SgdRule(momentum=config.sgd_momentum),
     "lion": lambda config: LionRule(beta1=config.lion_beta1, beta2=config.lion_beta2),
 }
