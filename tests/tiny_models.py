@@ -79,6 +79,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Pythia": ("GPTNeoXForCausalLM", {**SHAPE, "hidden_dropout": 0.1}),
     "GPT-NeoX": ("GPTNeoXForCausalLM", {**SHAPE, "use_parallel_residual": False}),
+    "StarCoder2": ("Starcoder2ForCausalLM", {**GQA, "sliding_window": 9}),
+    "StarCoder2, no biases": ("Starcoder2ForCausalLM", {**GQA, "use_bias": False, "hidden_act": "gelu"}),
     "Gemma 2": (
         "Gemma2ForCausalLM",
         {**GQA, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,

@@ -221,7 +221,7 @@ def begin_save(folder: Path, temporary: Path, num_bytes: int, disk: Disk) -> Non
     needed, free = math.ceil(num_bytes * SPACE_MARGIN), disk.free_bytes(folder)
     if needed > free:
         raise CheckpointError(
-            f"{folder}: the checkpoint needs {needed} bytes, {free} bytes are free",
+            f"{folder}: the checkpoint needs {needed:,} bytes, {free:,} bytes are free",
             fix="free some space, or delete old checkpoints; existing ones are intact",
         )
     disk.make_folder(temporary)

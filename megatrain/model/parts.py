@@ -8,7 +8,10 @@ cross-attention takes the memory too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -25,6 +28,7 @@ from megatrain.config.model_spec.mlp import (
     MlpSpec,
     ReplacementSpec,
 )
+from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.part import Part
 from megatrain.config.user_function import describe_line
 from megatrain.model.experts.build import expert_branch
@@ -38,6 +42,7 @@ from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.mamba import Mamba
 from megatrain.model.recompute import RecomputedModule
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.layout import ShardedModule
 
 
 class Replacement(nn.Module):
@@ -65,7 +70,39 @@ def build_part(part: Part, context: LayerContext) -> nn.Module:
         if type(part).module is None:
             raise
         raise failure_of(part, error) from error
+    if type(part).module is not None:
+        _require_layouts(part, module)
     return module
+
+
+def _require_layouts(part: Part, module: nn.Module) -> None:
+    """Require a layout of each parameter of a part of the user's own."""
+    for path, one in module.named_modules():
+        for attribute, _ in one.named_parameters(recurse=False):
+            if not isinstance(one, ShardedModule) or attribute not in one.layouts:
+                name = f"{path}.{attribute}" if path else attribute
+                raise ConfigError(
+                    f"--spec: {type(part).__name__}: the parameter {name} of {type(module).__name__} has no layout, which says"
+                    " how ranks split it",
+                    fix="declare it with add_weight and a layout of megatrain/model/layouts.py, or use column_linear and"
+                    " row_linear of the context (docs/extending.md)",
+                )
+
+
+@contextmanager
+def failures_of_parts(spec: ModelSpec) -> Iterator[None]:
+    """Raise an exception in a part of the user's own as the ConfigError that names its line."""
+    try:
+        yield
+    except MegatrainError:
+        raise
+    except Exception as error:
+        files = {Path(frame.filename).resolve() for frame in traceback.extract_tb(error.__traceback__)}
+        for part in (one for layer in spec.all_layers for one in layer.parts):
+            module = type(part).module
+            if module is not None and Path(inspect.getfile(module)).resolve() in files:
+                raise failure_of(part, error) from error
+        raise
 
 
 def failure_of(part: Part, error: Exception) -> ConfigError:

@@ -91,8 +91,11 @@ class UserLoss:
                 losses = self._call(LossInputs(**{**vars(inputs), "cross_entropy": x}))
         except Exception as error:
             raise self.function.failure(error) from error
-        if not isinstance(losses, Tensor) or losses.shape != x.shape or not losses.requires_grad:
-            what = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        is_tensor = isinstance(losses, Tensor)
+        if not is_tensor or losses.shape != x.shape or not losses.requires_grad:
+            what = f"shape {list(losses.shape)}" if is_tensor else type(losses).__name__
+            if is_tensor and losses.shape == x.shape:
+                what = "losses without a gradient"
             raise self._error(
                 f"returned {what}, not losses [{len(x)}] that depend on inputs.cross_entropy",
                 "return a tensor with a loss of each token, computed from inputs.cross_entropy",

@@ -111,12 +111,16 @@ def _checked(function: UserFunction, formula: LrFormula) -> LrFormula:
 
     def checked(samples: int, schedule: LrSchedule) -> float:
         try:
-            rate = float(formula(samples, schedule))
+            returned = formula(samples, schedule)
         except Exception as error:
             raise function.failure(error) from error
+        try:
+            rate = float(returned)
+        except (TypeError, ValueError):
+            rate = math.nan
         if not (math.isfinite(rate) and rate >= 0):
             raise ConfigError(
-                f"{function.flag} {function} returned {rate:g} after {samples} samples",
+                f"{function.flag} {function} returned {returned!r} after {samples} samples",
                 fix="return a learning rate: a finite number, at least 0",
             )
         return rate

@@ -76,8 +76,8 @@ def describe_write_error(error: OSError, path: Path, *, needed_bytes: int | None
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return text
     with contextlib.suppress(OSError):
-        needed = "" if needed_bytes is None else f"{needed_bytes} bytes needed, "
-        text += f"; {needed}{shutil.disk_usage(path.parent).free} bytes free"
+        needed = "" if needed_bytes is None else f"{needed_bytes:,} bytes needed, "
+        text += f"; {needed}{shutil.disk_usage(path.parent).free:,} bytes free"
     return text
 
 

@@ -119,6 +119,7 @@ def _load(folder: Path, auto_class: str) -> Any:
         warnings.simplefilter("ignore")
         import transformers  # noqa: PLC0415 (optional)
 
+        transformers.utils.logging.disable_progress_bar()
         return getattr(transformers, auto_class).from_pretrained(
             folder,
             dtype=torch.float32,

@@ -172,8 +172,9 @@ def megatrain_to_megatron(arguments: argparse.Namespace) -> None:
         replace_file(target / TRACKER_NAME, [str(reader.manifest.iteration).encode()])
         num_plans = len(reader.manifest.state.get("data_plans", {}).get("train", ()))
     if num_plans > 1:
+        times = "once" if num_plans == 2 else f"{num_plans - 1} times"
         print(
-            f"WARNING: --train-iters has changed {num_plans - 1} times in this run; Megatron-LM orders samples by its last value"
+            f"WARNING: --train-iters has changed {times} in this run; Megatron-LM orders samples by its last value"
             " alone, so a run that continues there reads others, and some again"
         )
     print(f"{final}: {len(export.tensors)} parameters, {size_text(export.num_bytes)}")

@@ -38,7 +38,9 @@ def run(arguments: argparse.Namespace) -> None:
     write_output(output, text)
     for one in runs:
         loss = one.summary["loss"]
-        suffix = f", loss {loss:.4f} (mean of the last)" if loss is not None else ""
+        count = one.summary["num_losses"]
+        mean = f" (mean of the last {count} iterations)" if count > 1 else ""
+        suffix = f", loss {loss:.4f}{mean}" if loss is not None else ""
         print(f"{one.name}: {one.summary['iterations']:,} iterations{suffix}")
         if one.note is not None:
             print(f"{one.name}: its settings are unknown: {one.note}")

@@ -222,7 +222,9 @@ def _rows(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
                 evaluations[row["iteration"], str(row["validation"])] = row
             else:
                 steps[row["iteration"]] = row
-    return [steps[number] for number in sorted(steps)], [evaluations[key] for key in sorted(evaluations)]
+    return [steps[number] for number in sorted(steps)], [
+        evaluations[key] for key in sorted(evaluations, key=lambda key: key[0])
+    ]
 
 
 def _evaluations(rows: Sequence[dict[str, Any]], endings: dict[str, str]) -> Evaluations:
@@ -298,14 +300,15 @@ def _summary(
     folder: Path,
 ) -> dict[str, Any]:
     """Return the run's row in the table of runs."""
-    death = _death(status, folder)
+    death, last_losses = _death(status, folder), _last_losses(steps)
     last = steps[-1] if steps else {}
     speeds, mfus = (_numbers(steps[1:], name) for name in ("tokens_per_second_per_gpu", "mfu"))
     losses = [loss for _, loss in validations.get("valid", []) if loss is not None]
     return {
         "iterations": last.get("iteration", 0),
         "tokens": _number(last.get("consumed_tokens")),
-        "loss": _last_loss(steps),
+        "loss": _reduced(statistics.fmean, last_losses),
+        "num_losses": len(last_losses),
         "validation": losses[-1] if losses else None,
         "tokens_per_second_per_gpu": _number(statistics.median(speeds)) if speeds else None,
         "mfu": _number(statistics.median(mfus)) if mfus else None,
@@ -334,11 +337,10 @@ def _timers(steps: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     return {name: _reduced(statistics.fmean, values) for name, values in found.items()}
 
 
-def _last_loss(steps: Sequence[dict[str, Any]]) -> float | None:
-    """Return the mean training loss at the end of a run: one iteration's is too noisy to compare with an evaluation's."""
+def _last_losses(steps: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the training losses at the end of a run: one iteration's is too noisy to compare with an evaluation's."""
     losses = [_number(row.get("lm_loss")) for row in steps if not row.get("skipped")]
-    last = [loss for loss in losses[-max(1, min(MAX_LAST_LOSSES, len(losses) // 10)) :] if loss is not None]
-    return _reduced(statistics.fmean, last)
+    return [loss for loss in losses[-max(1, min(MAX_LAST_LOSSES, len(losses) // 10)) :] if loss is not None]
 
 
 def _status(file: Path) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 
 from megatrain.config import Plan
 from megatrain.config.derive.vision import rank_length, sample_length
+from megatrain.config.schema.optimizer import OptimizerConfig
 from megatrain.config.subjects.device import TRIED
 from megatrain.config.subjects.experts import experts_are_split
 from megatrain.config.subjects.fp8 import gathers_codes
@@ -181,7 +182,7 @@ def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> 
     optimizer = plan.config.optimizer
     return ShardedOptimizer(
         data_parallel,
-        _update_rule(plan),
+        UPDATE_RULES[optimizer.of_elements](optimizer),
         matrices=_matrix_update(plan, data_parallel.buffers, grid),
         clip_grad=optimizer.clip_grad,
         master_dtype=getattr(torch, plan.derived.master_dtype),
@@ -386,14 +387,12 @@ def _mlp_rows(plan: Plan) -> int | None:
     return -(-rank_length(plan.config) // (split * chunks))
 
 
-def _update_rule(plan: Plan) -> UpdateRule:
-    """Return the update rule, which with Muon updates all but the matrices of layers."""
-    optimizer = plan.config.optimizer
-    if optimizer.optimizer == "sgd":
-        return SgdRule(momentum=optimizer.sgd_momentum)
-    if optimizer.of_elements == "lion":
-        return LionRule(beta1=optimizer.lion_beta1, beta2=optimizer.lion_beta2)
-    return AdamwRule(beta1=optimizer.adam_beta1, beta2=optimizer.adam_beta2, eps=optimizer.adam_eps)
+UPDATE_RULES: Final[Mapping[str, Callable[[OptimizerConfig], UpdateRule]]] = {
+    "adam": lambda config: AdamwRule(beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps),
+    "sgd": lambda config: SgdRule(momentum=config.sgd_momentum),
+    "lion": lambda config: LionRule(beta1=config.lion_beta1, beta2=config.lion_beta2),
+}
+"""Update rule of each optimizer of single elements: with Muon and SOAP, of all but the matrices of layers."""
 
 
 def _matrix_update(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> MatrixUpdate | None:

@@ -72,7 +72,7 @@ def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
     of_ranks = ranks.grid.messages.gather(local_bytes)
     found = (sum(of_ranks), Disk().free_bytes(Path(checkpoint.save))) if ranks.is_main else None
     num_bytes, free = ranks.grid.messages.broadcast(found)
-    text = f"a checkpoint has {num_bytes} bytes, and --save {checkpoint.save} has {free} bytes free"
+    text = f"a checkpoint has {num_bytes:,} bytes, and --save {checkpoint.save} has {free:,} bytes free"
     if free < num_bytes * SPACE_MARGIN:
         fix = "free some space, or give --save a folder on a larger disk"
         raise ConfigError(text, fix=fix, is_reported=not ranks.is_main)

@@ -23,6 +23,7 @@ class StopRequest:
 
     Args:
         signals: of this process; None: they are caught while `listening`.
+        began: start of the program, from which --exit-duration-in-mins counts; None: now.
         exit_file: a file whose existence is a request; None on all ranks but rank 0.
         has_log_failed, has_console_failed: return whether a log, or standard output, could not be written.
         report: prints a line.
@@ -36,6 +37,7 @@ class StopRequest:
         exit_interval: int | None,
         phase_ends: Sequence[int] = (),
         exit_duration_in_mins: float | None,
+        began: float | None = None,
         exit_signal: int,
         exit_file: Path | None = None,
         has_log_failed: Callable[[], bool] = lambda: False,
@@ -47,9 +49,8 @@ class StopRequest:
         self.exit_interval, self.phase_ends = exit_interval, phase_ends
         self.has_log_failed, self.has_console_failed = has_log_failed, has_console_failed
         self.exit_file, self.report, self.before_kill = exit_file, report, before_kill
-        self.deadline = (
-            None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
-        )
+        began = time.monotonic() if began is None else began
+        self.deadline = None if exit_duration_in_mins is None else began + 60 * exit_duration_in_mins
         self._is_file_there, self._next_look = False, 0.0
 
     @contextmanager

@@ -42,7 +42,7 @@ from megatrain.training.launch.out_of_memory import allocation_errors
 from megatrain.training.launch.ranks import Ranks, join_store, joined_ranks
 from megatrain.training.liveness.failure import exit_code_of
 from megatrain.training.liveness.late_ranks import COLLECTIVES_FOLDER, write_collectives
-from megatrain.training.logging.console import Phases
+from megatrain.training.logging.console import Console, Phases
 from megatrain.training.logging.metrics_file import LogError
 from megatrain.training.logging.status_file import StatusFile
 from megatrain.training.planning.memory_check import check_memory
@@ -183,6 +183,7 @@ class Trainer:
             exit_interval=config.resilience.exit_interval,
             phase_ends=self.plan.derived.phase_transitions,
             exit_duration_in_mins=config.resilience.exit_duration_in_mins,
+            began=self.phases.began,
             exit_signal=signal_number(config.resilience.exit_signal) or signal.SIGTERM,
             exit_file=Path(exit_file) if exit_file is not None and self.ranks.is_main else None,
             has_log_failed=lambda: log.failure is not None,
@@ -419,7 +420,7 @@ class Trainer:
 def train_run(request: Request, phases: Phases, signals: Signals) -> int:
     """Join the other ranks, resume and train; return the exit code. With --inprocess-restart, again after failures of others."""
 
-    def train(phases: Phases | None, member: Member | None = None) -> int:
+    def train(phases: Phases, member: Member | None = None) -> int:
         options = {} if member is None else {"follow": member.follow}
         with joined_ranks(request, phases, signals=signals, check_memory=check_memory, **options) as ranks:
             trainer = Trainer(ranks)
@@ -432,7 +433,11 @@ def train_run(request: Request, phases: Phases, signals: Signals) -> int:
         return train(phases)
     from megatrain.training.restarts.member import run_generations  # noqa: PLC0415 (most runs need none of it)
 
-    return run_generations(request, signals, lambda member: train(None, member), join_store)
+    def train_again(member: Member) -> int:
+        console = Console(is_quiet=read_environment().rank != 0)  # the rank may be another one
+        return train(Phases(console, began=phases.began), member)
+
+    return run_generations(request, signals, train_again, join_store)
 
 
 def _divides(interval: int | None, iteration: int) -> bool:

@@ -88,7 +88,7 @@ def after_fault(first: Path, iteration: int, make_disk: Callable[[int], FaultyDi
         failure = error
     if isinstance(failure, CheckpointError):
         assert "No space left on device (errno 28)" in str(failure)
-        assert re.search(r"; \d+ bytes needed, \d+ bytes free", str(failure))
+        assert re.search(r"; [\d,]+ bytes needed, [\d,]+ bytes free", str(failure))
         assert str(there) in str(failure)
         assert not list(there.glob("*.tmp-*"))
     return there
@@ -151,7 +151,7 @@ def test_too_little_space_is_reported_before_anything_is_written(tmp_path: Path)
     save(tmp_path, one_rank(), 1)
     with pytest.raises(
         CheckpointError,
-        match=rf"{re.escape(str(tmp_path))}: the checkpoint needs \d+ bytes, 1000 bytes are free",
+        match=rf"{re.escape(str(tmp_path))}: the checkpoint needs [\d,]+ bytes, 1,000 bytes are free",
     ):
         save(tmp_path, one_rank(), 2, disk=SmallDisk())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", TRACKER]

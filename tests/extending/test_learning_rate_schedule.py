@@ -65,7 +65,8 @@ def test_a_schedule_in_a_file_of_the_user_s_own(tmp_path: Path, file: Path) -> N
     [
         ("return 1 / 0", "ZeroDivisionError: division by zero ({file}:2)"),
         ("return float('nan')", "returned nan after"),
-        ("return None", "TypeError"),
+        ("return None", "returned None after"),
+        ("return 'fast'", "returned 'fast' after"),
     ],
 )
 def test_an_error_of_the_function_is_reported_before_the_start(tmp_path: Path, body: str, named: str) -> None:

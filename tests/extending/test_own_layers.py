@@ -10,6 +10,7 @@ import torch
 from everyday import one_in
 from user_files import MODEL, losses, train, write_example
 
+import pretrain
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.tools.main import main
 from megatrain.tools.parity.compare import judge
@@ -82,6 +83,18 @@ def test_the_dry_run_counts_every_parameter(tmp_path, convolutions):
     assert "2 with ShortConvolution" in text
 
 
+def test_the_dry_run_names_the_line_that_does_not_fit_the_ranks(tmp_path, convolutions, capsys):
+    path = tmp_path / "mine.py"
+    text = Path(convolutions.split(":")[0]).read_text()
+    path.write_text(text.replace("gates.chunk(3, dim=-1)", "gates.split(32, dim=-1)"))
+    flags = f"{MODEL} --mock-data --spec {path}:with_convolutions --dry-run"
+    assert pretrain.main(flags.split()) == 0
+    assert pretrain.main(f"{flags} --world-size 2 --tensor-model-parallel-size 2".split()) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"error: --spec: ShortConvolution: ValueError: .*mine.py:\d+\)\n  fix: ", error)
+    assert "Traceback" not in error
+
+
 def test_a_parameter_without_gradient_and_a_name_used_twice_are_named(tmp_path, convolutions, capsys):
     text = Path(convolutions.split(":")[0]).read_text()
     frozen, twice = tmp_path / "frozen.py", tmp_path / "twice.py"
@@ -106,6 +119,8 @@ def test_a_parameter_without_gradient_and_a_name_used_twice_are_named(tmp_path, 
         ('linears["b"]', 'linears["gates"]', r"KeyError: 'gates' \(.*mine.py:\d+\)"),
         ("return residual, self", "return self", "forward returned Tensor, not two tensors"),
         ("return residual, ", "return residual.transpose(0, 1), ", r"returned \[2, 16, 32\] and .* here \[16, 2, 32\]"),
+        ("super().__init__()", "super().__init__(); self.scale = torch.nn.Parameter(torch.ones(32))", "parameter scale of ShortConvolutionModule has no layout"),
+        ("super().__init__()", "super().__init__(); self.more = torch.nn.Linear(4, 4)", r"parameter more\.weight of .* has no layout"),
         ('weight_of(self, "kernel")', "self.kernel", "parameter kernel does not reach the gradient buffer"),
         ("(residual, delta, info)\n", "(residual, None, info)\n", r"the residual stream differs from residual \+ delta"),
         ("return residual, ", "return residual + delta if delta is not None else residual, ", "the residual stream differs from"),

@@ -82,8 +82,10 @@ def _saved_or_full(folder: Path, seeds: Seeds) -> str:
     try:
         save(folder, seeds.ranks[2], 20)
     except CheckpointError as error:
-        is_preflight = re.search(r"needs \d+ bytes, \d+ bytes are free", str(error))
-        is_full = "(errno 28)" in str(error) and re.search(r"\d+ bytes needed, \d+ bytes free", str(error))
+        is_preflight = re.search(r"needs [\d,]+ bytes, [\d,]+ bytes are free", str(error))
+        is_full = "(errno 28)" in str(error) and re.search(
+            r"[\d,]+ bytes needed, [\d,]+ bytes free", str(error)
+        )
         require(str(folder) in str(error) and (is_preflight or is_full), f"the message is {error}")
         require_intact(folder, [10])
         return "too little space is found before writing" if is_preflight else "the full disk is reported"

@@ -265,7 +265,7 @@ def refused_saves(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
             return 1000
 
     def too_little_space(where: Path) -> str:
-        with raises_checkpoint_error(str(where), "needs", "1000 bytes are free"):
+        with raises_checkpoint_error(str(where), "needs", "1,000 bytes are free"):
             save(where, seeds.ranks[2], 20, disk=SmallDisk())
         after_failure(where, seeds, is_cleaned=True)
         return "too little space is found before writing"

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers_reference import LEARNING_RATE, TRAINING, global_batches, logged_losses, training_losses
 
 from megatrain.checkpoint.reader import CheckpointReader
-from megatrain.config import ConfigError, parse
+from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.family import Family
-from megatrain.interop.hf.settings import read_settings
+from megatrain.interop.hf.settings import fitting_family, read_settings
 from megatrain.tools.checkpoint import rewrite
 from megatrain.tools.compare_logits import logits_of_heads, logits_of_transformers
 from megatrain.tools.main import main
@@ -146,6 +146,18 @@ def test_five_iterations_have_the_losses_of_transformers(name: str, tmp_path: Pa
     found = steps_here(tmp_path / "ours", tmp_path)
     assert max(abs(one - other) for one, other in zip(expected, untrained, strict=True)) > 1e-3
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_difference_of_all_layers_is_named_once() -> None:
+    flags = (
+        "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
+        " --num-experts 2 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 97"
+    )
+    plan = resolve(parse(flags.split()), Facts(world_size=1, vocab_size=VOCAB, eod_id=0))
+    with pytest.raises(ConfigError) as error:
+        fitting_family(plan.config, VOCAB, Path("run"), "LlamaForCausalLM")
+    assert str(error.value).count("ExpertsSpec") == 1
+    assert "stacks[0].layers[*].parts[1] is ExpertsSpec here, MlpSpec there" in str(error.value)
 
 
 def settings_of(family: Family, keys: dict[str, Any]) -> dict[str, Any]:

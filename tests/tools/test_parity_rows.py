@@ -279,9 +279,9 @@ def test_layouts_runs_exactly_the_layout_of_its_words(words, flags, precisions):
     [
         (
             ["--layouts", "tp2", "tp4"],
-            "--layouts tp2 tp4: these words form no layout\n  fix: the words are 1f1b, a2agather,",
+            "--layouts tp2 tp4: these words form no layout\n  fix: leave out words that exclude each other",
         ),
-        (["--layouts", "tp2", "sq"], "--layouts tp2 sq: these words form no layout"),
+        (["--layouts", "tp2", "sq"], "--layouts tp2 sq: unknown: sq\n  fix: use the words 1f1b, a2agather,"),
         (["--layouts", "sp", "dp8"], "--layouts sp dp8: these words form no layout"),
         (
             ["--layouts", "dp2", "sumsbf16", "zero3", "--precision", "fp32"],

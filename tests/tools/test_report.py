@@ -80,7 +80,9 @@ def test_the_loss_is_a_mean_over_the_end_of_the_run(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('\n{"iteration": 31, "lm_loss": 99.0, "skipped": 1}\n')
     expected = (8 / 28 + 8 / 29 + 8 / 30) / 3
-    assert read_run(run, "run").summary["loss"] == pytest.approx(expected, rel=1e-5)
+    summary = read_run(run, "run").summary
+    assert summary["loss"] == pytest.approx(expected, rel=1e-5)
+    assert summary["num_losses"] == 3
 
 
 def test_a_refused_start_is_shown_after_the_end_of_the_run(tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     output = tmp_path / "pages" / "runs.html"
     runs = [str(make_run(tmp_path / name)) for name in ("a", "b")]
     assert main(["report", *runs, "--output", str(output)]) == 0
-    assert "a/run: 4 iterations, loss 2.0000 (mean of the last)\n" in capsys.readouterr().out
+    assert "a/run: 4 iterations, loss 2.0000\n" in capsys.readouterr().out
     content = embedded(output.read_text())
     assert [run["name"] for run in content["runs"]] == ["a/run", "b/run"]
 

@@ -145,7 +145,8 @@ def require_sequences(
     empty = [
         part for part, count, used in zip(SPLIT_NAMES, found, is_used, strict=True) if used and not count
     ]
-    others = f" ({len(too_small) - 1} other datasets are too small too)" if len(too_small) > 1 else ""
+    more = len(too_small) - 1
+    others = f" ({more} other dataset{'s are' if more > 1 else ' is'} too small, too)" if more else ""
     proposal = working_split(found, is_used)
     raise ConfigError(
         f"--split {split!r} of the {num_sequences[name]} {unit} of {name} is {described}: "

@@ -146,7 +146,7 @@ def default_differences(plan: Plan) -> Iterator[PlanNote]:
     shift = math.log(rows / tokens)
     if shift >= _LEAST_SHIFT:
         text = (
-            f"the softmax is over the {tokens} tokens: Megatron-LM counts the {rows} padded rows too, so that its first loss"
+            f"the softmax is over the {tokens} tokens: Megatron-LM counts the rows of padding, {rows - tokens}, too, so that its first loss"
             f" is {shift:.3f} higher (--vocab-size {rows} counts them)"
         )
         yield PlanNote(text, "result")

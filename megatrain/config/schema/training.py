@@ -236,7 +236,7 @@ _HAS_LINEAR: Final = Need(
 )
 _NOT_COPIED: Final = (
     conflict(_LAYERS, when=_HAS_LINEAR, why=" with replace_with_linear, which is not converted"),
-    conflict("optimizer.optimizer", "sgd", "muon", "adaptive_muon", "lion", "soap", why=_NOT_HELD),
+    conflict("optimizer.optimizer", when=none_of("optimizer.optimizer", "adam"), why=_NOT_HELD),
     conflict("model.model_family", "vlm", why=_NOT_HELD),
     conflict("model.spec", why=_NOT_HELD),
     conflict("model.hybrid_layer_pattern", when=contains("model.hybrid_layer_pattern", "P"), why=_NOT_HELD),
@@ -372,7 +372,7 @@ class ResilienceConfig(Section, on_resume=SAFE):
     exit_interval: int | None = setting(None, at_least=1)
     """Save and exit at the first iteration divisible by this."""
     exit_duration_in_mins: float | None = setting(None, above=0)
-    """Save and exit after this many minutes."""
+    """Save and exit after the iteration in which this many minutes have passed since the program started."""
     flight_recorder_dump_path: str | None = setting(None, needs=NCCL)
     """Folder in which each rank writes its newest NCCL collectives after one has timed out (PyTorch's flight recorder; `torchfrtrace` names the ranks that did not join). none: nothing is recorded."""
     flight_recorder_trace_buffer_size: int = setting(2000, at_least=1, needs=_RECORDER)

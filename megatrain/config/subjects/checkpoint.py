@@ -53,13 +53,15 @@ def groups_of_copies_fit_the_ranks(draft: Draft) -> Problems:
 
 @note("result")
 def stop_without_saving(draft: Draft) -> Notes:
-    resilience = draft.config.resilience
-    if draft.config.checkpoint.save is None and (
-        resilience.exit_interval
-        or resilience.exit_duration_in_mins
-        or draft.config.data.phase_transition_iterations
-    ):
-        yield "the run exits early without a checkpoint, since --save is not given"
+    resilience, iters = draft.config.resilience, draft.derived.train_iters
+    stops = {
+        "--exit-interval": 0 < (resilience.exit_interval or 0) < iters,
+        "--exit-duration-in-mins": resilience.exit_duration_in_mins,
+        "--phase-transition-iterations": draft.config.data.phase_transition_iterations,
+    }
+    flags = ", ".join(flag for flag, is_given in stops.items() if is_given)
+    if draft.config.checkpoint.save is None and flags:
+        yield f"a stop by {flags} leaves no checkpoint, since --save is not given"
 
 
 @note("result")
@@ -88,9 +90,10 @@ def finetuning_replaces_checkpoints(draft: Draft) -> Notes:
 def finetune_does_not_resume(draft: Draft) -> Notes:
     checkpoint = draft.config.checkpoint
     if checkpoint.finetune and checkpoint.save not in (None, checkpoint.load):
+        start = f"--pretrained-checkpoint {checkpoint.load} " if checkpoint.load else ""
         yield (
             "the same command with --finetune does not resume after an early exit; to resume, use"
-            f" --pretrained-checkpoint {checkpoint.load} --load {checkpoint.save} --save {checkpoint.save}"
+            f" {start}--load {checkpoint.save} --save {checkpoint.save}"
         )
 
 

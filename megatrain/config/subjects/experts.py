@@ -238,7 +238,11 @@ def overlapped_passes_are_combined(draft: Draft) -> Problems:
         yield Problem(
             f"--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size {pp} requires --pipeline-schedule"
             f" {names_of(lambda one: one.overlaps_passes)}: {schedule} combines no passes",
-            "use --pipeline-schedule dualpipe-v, or remove --overlap-moe-expert-parallel-comm",
+            use(
+                draft,
+                [{"parallel.pipeline_schedule": "dualpipe-v"}],
+                [{"experts.overlap_moe_expert_parallel_comm": False}],
+            ),
         )
 
 

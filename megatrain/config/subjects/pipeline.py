@@ -468,8 +468,12 @@ def layer_ranges(counts: Sequence[int]) -> list[range]:
 def _counted(draft: Draft) -> str:
     """Return the number of layers with the setting that decides it."""
     model = draft.config.model
-    name = "--hybrid-layer-pattern, layers" if model.model_family == "hybrid" else "--num-layers"
-    return f"{name} {num_layers(model)}"
+    count = num_layers(model)
+    return (
+        f"--hybrid-layer-pattern with {count} layers"
+        if model.model_family == "hybrid"
+        else f"--num-layers {count}"
+    )
 
 
 def _units_besides_layers(draft: Draft) -> int:

@@ -32,6 +32,8 @@ from megatrain.config.schema.values import is_resolved
 
 _MAX_SHOWN: Final = 160
 """Maximum number of characters shown of a value."""
+_MAX_WEIGHTS: Final = 8
+"""Maximum number of weights shown."""
 _NEW_RUN: Final = "add --finetune and another --save to start a new run from these weights"
 
 
@@ -101,7 +103,7 @@ def data_matches_checkpoint(draft: Draft) -> Problems:
     stored = draft.facts.checkpoint
     if stored is None or draft.config.training.only_evaluates:
         return
-    fix = f"use the data of the stored run, or {_NEW_RUN}"
+    fix = f"use the data of the stored run (--data-schedule changes it from a later iteration on), or {_NEW_RUN}"
     before, now = (_trained_on(found, stored.iteration) for found in (stored.datasets, draft.facts.datasets))
     if not before or not now or stored.train_start != draft.derived.train_start:
         return  # without data, or at the start of a phase of --phase-transition-iterations
@@ -121,12 +123,18 @@ def data_matches_checkpoint(draft: Draft) -> Problems:
                 f" {dataset.size}, and the other had {former.size}",
                 fix,
             )
-        elif former.weight != dataset.weight:
-            yield Problem(
-                f"the weight of {dataset.prefix} cannot change on resume, since the order of samples depends on it:"
-                f" the checkpoint has {_as_text(former.weight)}, this run {_as_text(dataset.weight)}",
-                fix,
-            )
+    weights = [
+        f"{dataset.prefix} {_as_text(former.weight)} -> {_as_text(dataset.weight)}"
+        for former, dataset in zip(before, now, strict=True)
+        if former.weight != dataset.weight
+    ]
+    if weights:
+        more = f", and {len(weights) - _MAX_WEIGHTS} more" if len(weights) > _MAX_WEIGHTS else ""
+        yield Problem(
+            "weights of datasets cannot change on resume, since the order of samples depends on them:"
+            f" {', '.join(weights[:_MAX_WEIGHTS])}{more}",
+            fix,
+        )
 
 
 @rule

@@ -95,8 +95,8 @@ class ConfigFile:
         return value
 
     def refusal(self, name: str, value: Any, reason: str = "") -> InputError:
-        """Return the error for a value that describes a model which megatrain lacks."""
+        """Return the error for a value of a model that only one of transformers and megatrain has."""
         return InputError(
-            f"{self.path}: {name} is {shown(value)}, which megatrain's models do not have{reason and f': {reason}'}",
+            f"{self.path}: {name} is {shown(value)}, which has no counterpart{reason and f': {reason}'}",
             fix="models of this kind are not converted; see docs/weights.md",
         )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -172,9 +174,19 @@ def fitting_family(
             closest = distance, family.architecture, found
     assert closest is not None
     raise InputError(
-        f"{where}: no family of transformers computes this model; {closest[1]}, the closest, differs: {'; '.join(closest[2][:5])}",
+        f"{where}: no family of transformers computes this model; {closest[1]}, the closest, differs: {'; '.join(_of_all_layers(closest[2])[:5])}",
         fix=f"name another architecture with --architecture, or export the weights alone: megatrain checkpoint export-weights {where} TARGET",
     )
+
+
+def _of_all_layers(found: list[str]) -> list[str]:
+    """Return differences in which equal ones of several layers are one."""
+    layer = re.compile(r"layers\[\d+\]")
+    counts = Counter(layer.sub("layers[*]", line) for line in found)
+    merged = (
+        line if counts[layer.sub("layers[*]", line)] == 1 else layer.sub("layers[*]", line) for line in found
+    )
+    return list(dict.fromkeys(merged))
 
 
 def _keys(family: Family, config: Config, vocab_size: int) -> dict[str, Any]:
@@ -274,4 +286,11 @@ def differences(ours: Any, theirs: Any, name: str = "") -> Iterator[str]:
         if not math.isclose(ours, theirs, rel_tol=1e-9):
             yield f"{name} is {ours!r} here, {theirs!r} there"
     elif ours != theirs:
-        yield f"{name} is {ours!r} here, {theirs!r} there"
+        yield f"{name} is {_shown(ours)} here, {_shown(theirs)} there"
+
+
+def _shown(value: Any) -> str:
+    """Return the name of a spec, or the value itself."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return type(value).__name__ if dataclasses.is_dataclass(value) else repr(value)

@@ -61,11 +61,17 @@ def _own_rows(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
         ConfigError: the words form no layout, there are too few ranks, or a rule of `resolve` refuses it.
     """
     text = " ".join(arguments.layouts)
-    layout = Layout.of(text) if set(arguments.layouts) <= set(WORDS) else None
-    if layout is None or not all(map(layout.has, arguments.layouts)) or not is_row(layout.words):
+    unknown = [word for word in arguments.layouts if word not in WORDS]
+    if unknown:
+        raise ConfigError(
+            f"--layouts {text}: unknown: {' '.join(unknown)}",
+            fix=f"use the words {', '.join(sorted(WORDS))}",
+        )
+    layout = Layout.of(text)
+    if not all(map(layout.has, arguments.layouts)) or not is_row(layout.words):
         raise ConfigError(
             f"--layouts {text}: these words form no layout",
-            fix=f"the words are {', '.join(sorted(WORDS))}",
+            fix="leave out words that exclude each other, as tp2 and tp4 do, and add those that a word needs, as sp needs tp2",
         )
     if layout.world_size > max_ranks:
         raise ConfigError(

@@ -106,7 +106,9 @@ def _read_script(file: str, given: Mapping[str, str]) -> Source:
         found = evaluate(file, given, slurm_numbers(slurm))
         launch, others = find_launch(found)
     if launch is None:
-        ends = f"; {found.exit}" if found.exit else ""
+        ends = "".join(
+            f"; {line}" for line in (*_other_programs(found), *([found.exit] if found.exit else []))
+        )
         needs = "".join(f"\n  {line}" for line in (*found.uncertain, *found.not_read))
         raise InputError(
             f"{file}: no command runs a pretrain_*.py{ends}{needs}",
@@ -136,6 +138,15 @@ def _read_script(file: str, given: Mapping[str, str]) -> Source:
         launch,
         slurm,
     )
+
+
+def _other_programs(found: Evaluation) -> Iterator[str]:
+    """Yield the Python programs that the commands of a script run with flags."""
+    for command in found.commands:
+        words = list(map(plain, command.words))
+        name = next((word for word in words if word.endswith(".py")), None)
+        if name and any(word.startswith("--") for word in words[words.index(name) :]):
+            yield f"{command.place} runs {name}"
 
 
 def _family(program: str) -> Iterator[PortedFlag]:

@@ -2,6 +2,7 @@
 
 CKPT=$1                          open: ${1}
 TP=${TP:-2}                      assumed: 2
+LOAD=${LOAD:-$SAVE}              assumed: $SAVE, which may be open
 NODE=${SLURM_NODEID:-0}          of the launcher: ${SLURM_NODEID:-0} stays
 if [ -z "$GPUS" ]; then GPUS=8   not set
 """
@@ -15,7 +16,8 @@ _LAUNCHER: Final = re.compile(
     r"(?:SLURM|SLURMD|PMI|PMIX|OMPI|PBS|LSB)_\w+|MASTER_(?:ADDR|PORT)|NODE_RANK|(?:LOCAL_|GROUP_)?RANK|NODEID"
 )
 _USE: Final = re.compile(
-    r"(?P<test>-[nz]\s+\"?)?\$(?:(?P<name>\w+)|\{(?P<braced>\w+)(?P<default>:?[-=+](?P<value>[^${}`]*)\})?)"
+    r"(?P<test>-[nz]\s+\"?)?\$(?:(?P<name>\w+)|\{(?P<braced>\w+)"
+    r"(?:(?P<default>:?[-=+](?P<value>[^${}`]*)\})|(?P<nested>:?[-=+](?=(?P<text>(?:[^{}`]|\{[^{}`]*\})*)\})))?)"
 )
 _ASSIGNMENT: Final = re.compile(
     r"(?:\(\([ \t]*|^|[\s;&|(])(\w+)(?:[ \t]+(?==[ \t]+\d))?\+?=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|\([^)]*\)|[^\s;])*",
@@ -70,7 +72,7 @@ def open_variables(text: str, known: Mapping[str, str]) -> dict[str, OpenVariabl
         is_set = name in known or _OF_BASH.fullmatch(name) or first_set.get(name, len(text)) < match.start()
         if is_set or is_argument_of_function:
             continue
-        if match["default"] or (match["test"] and name in first_set):
+        if match["default"] or match["nested"] or (match["test"] and name in first_set):
             with_default.add(name)
         if name not in found or match["value"]:
             found[name] = _open_variable(name, match)
@@ -102,10 +104,9 @@ def assumed(text: str, known: Mapping[str, str]) -> Iterator[Assumed]:
     without_comments = _COMMENT.sub("", text)
     for match in _USE.finditer(without_comments):
         name = match["braced"]
-        if not name or name in seen or _LAUNCHER.fullmatch(name) or not match["value"]:
+        value, sign = match["value"] or match["text"], match["default"] or match["nested"]
+        if not name or name in seen or _LAUNCHER.fullmatch(name) or not value:
             continue
-        if "+" not in match["default"][:2]:
+        if "+" not in sign[:2]:
             seen.add(name)
-            yield Assumed(
-                name, match["value"].strip("\"'"), without_comments.count("\n", 0, match.start()) + 1
-            )
+            yield Assumed(name, value.strip("\"'"), without_comments.count("\n", 0, match.start()) + 1)

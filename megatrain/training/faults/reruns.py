@@ -80,7 +80,7 @@ class Differences:
     def take(self) -> str:
         """Return a line about the steps since the last call."""
         values = ", ".join(f"{name} {value:.3g}" for name, value in self.largest.items())
-        line = f"> {self.num_steps} steps were computed twice; largest relative difference: {values}"
+        line = f"> {self.num_steps} step{' was' if self.num_steps == 1 else 's were'} computed twice; largest relative difference: {values}"
         self.largest, self.num_steps = {}, 0
         return line
 

@@ -80,8 +80,16 @@ class Console:
 class Phases:
     """Timer of a run's phases; prints a message during long ones. Phases do not nest."""
 
-    def __init__(self, console: Console, *, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        began: float | None = None,
+    ) -> None:
         self.console = console
+        self.began = time.monotonic() if began is None else began
+        """Start of the program."""
         self.seconds: dict[str, float] = {}
         """Seconds of each phase so far; phases with the same name are summed."""
         self.current = ""

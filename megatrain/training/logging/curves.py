@@ -20,6 +20,7 @@ from megatrain.config import LoggingConfig
 from megatrain.storage.files import open_regular
 from megatrain.training.logging.metrics_file import report_log_errors
 
+_FLAG = "--tensorboard-dir"
 VS_SAMPLES = " vs samples"
 """Suffix of a curve over consumed samples; the curve without it is over iterations."""
 _ONLY_OVER_ITERATIONS = ("iteration-time", "throughput", "-time", "mem-", "samples vs steps")
@@ -131,7 +132,7 @@ class TensorBoardCurves:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (optional package)
 
         suffix, self._folder = "", folder
-        with report_log_errors(folder):
+        with report_log_errors(folder, _FLAG):
             if run is not None:
                 suffix = f".megatrain-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
                 for path in sorted(folder.glob(f"events.out.tfevents.*{suffix}")):
@@ -140,7 +141,7 @@ class TensorBoardCurves:
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         """Add a point to each curve over iterations and, for most, to the curve over samples."""
-        with report_log_errors(self._folder):
+        with report_log_errors(self._folder, _FLAG):
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, iteration)
                 if is_also_over_samples(name):
@@ -148,12 +149,12 @@ class TensorBoardCurves:
 
     def flush(self) -> None:
         """Write buffered points to disk."""
-        with report_log_errors(self._folder):
+        with report_log_errors(self._folder, _FLAG):
             self._writer.flush()
 
     def close(self) -> None:
         """Write buffered points and close."""
-        with report_log_errors(self._folder):
+        with report_log_errors(self._folder, _FLAG):
             self._writer.close()
 
 

@@ -40,12 +40,13 @@ class LogError(MegatrainError):
 
 
 @contextmanager
-def report_log_errors(path: Path, *, needed_bytes: int | None = None) -> Iterator[None]:
-    """Convert OSError to LogError that names the file, the errno and, on a full disk, the needed and free bytes."""
+def report_log_errors(path: Path, flag: str = "", *, needed_bytes: int | None = None) -> Iterator[None]:
+    """Convert OSError to LogError that names the flag, the file, the errno and, on a full disk, the needed and free bytes."""
     try:
         yield
     except OSError as error:
-        raise LogError(describe_write_error(error, path, needed_bytes=needed_bytes)) from error
+        text = describe_write_error(error, path, needed_bytes=needed_bytes)
+        raise LogError(f"{flag} {text}" if flag else text) from error
 
 
 class MetricsFile:

@@ -29,6 +29,7 @@ from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
 from megatrain.data.samples.masked_dataset import array_shapes
 from megatrain.kernels.host_copy import zeros_on_host
 from megatrain.model.gpt import Model
+from megatrain.model.parts import failures_of_parts
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch
@@ -242,7 +243,8 @@ def record_step(
         engine.executor.hooks, ledger.current_activity = hooks, lambda: hooks.activity
         ledger.peak = Peak()  # ignore the peak while the engine is built
         last_event = ledger.num_events
-        engine.step(batches, build_schedules(plan).at(0))
+        with failures_of_parts(plan.derived.model_spec):
+            engine.step(batches, build_schedules(plan).at(0))
     passes_end = max((s.allocated_at for s in ledger.storages if s.activity is not None), default=0)
     by_class = dict.fromkeys(("activations", "temporaries", "communication", "other"), 0)
     for storage in ledger.live_at_peak():

@@ -195,8 +195,9 @@ class Rendezvous:
             new = [
                 rank for rank, number in enumerate(roster) if self._pids.get(number) != joined[number]["pid"]
             ]
+            stayed = len(roster) - len(new)
             self._say(
-                f"> generation {self._generation}, {seconds:.1f} s after the failure: {len(roster) - len(new)} processes stayed,"
+                f"> generation {self._generation}, {seconds:.1f} s after the failure: {stayed} process{'es' * (stayed != 1)} stayed,"
                 f" new are ranks {new} (launch ranks {[roster[rank] for rank in new]})"
             )
         self._roster, self._is_running = roster, True

@@ -48,7 +48,9 @@ def test_an_empty_split_is_an_error_if_the_run_reads_it():
 
 def test_every_dataset_of_a_blend_must_have_sequences():
     require_sequences("90,5,5", {"a": 100, "b": 50}, (True, True, True))
-    with pytest.raises(ConfigError, match=r"5 sequences of c is train 4.*\(1 other datasets"):
+    with pytest.raises(
+        ConfigError, match=r"5 sequences of c is train 4.*\(1 other dataset is too small, too"
+    ):
         require_sequences("90,5,5", {"a": 100, "b": 8, "c": 5}, (True, True, True))
 
 

@@ -63,7 +63,9 @@ CASES = {
     ],
     "overlapped_passes_are_combined": [
         (f"{FOUR} {ETP} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --overlap-moe-expert-parallel-comm", "", Facts(world_size=4),
-         ("--overlap-moe-expert-parallel-comm", "zb-h1"), ("--pipeline-schedule dualpipe-v",)),
+         ("--overlap-moe-expert-parallel-comm", "zb-h1"), ("--pipeline-schedule dualpipe-v", "--no-overlap-moe-expert-parallel-comm")),
+        (f"{FOUR} {ETP} --num-layers 2 --pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "", Facts(world_size=4),
+         ("--overlap-moe-expert-parallel-comm", "1f1b"), ("use --no-overlap-moe-expert-parallel-comm",)),
         (f"{FOUR} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "", Facts(world_size=4),
          ("--overlap-moe-expert-parallel-comm", "--pipeline-model-parallel-size 2"),
          ("--pipeline-schedule dualpipe-v",)),

@@ -86,6 +86,23 @@ def test_an_overlap_without_all_gather_is_noted(plan_of):
 def test_a_finetuning_run_that_does_not_resume_is_noted(plan_of):
     (note,) = (n for n in plan_of("--load x --save y --finetune").notes if "--finetune" in n)
     assert "--pretrained-checkpoint x --load y --save y" in note
+    (note,) = (n for n in plan_of("--save y --finetune").notes if "does not resume" in n)
+    assert note.endswith("use --load y --save y")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--exit-interval 5", "--exit-interval"),
+        ("--exit-interval 10", None),
+        ("--exit-interval 10 --exit-duration-in-mins 60", "--exit-duration-in-mins"),
+        ("--exit-interval 5 --exit-duration-in-mins 60", "--exit-interval, --exit-duration-in-mins"),
+        ("--exit-interval 5 --save a", None),
+    ],
+)
+def test_a_stop_without_a_checkpoint_is_noted(plan_of, flags, named):
+    notes = [note for note in plan_of(f"--train-iters 10 {flags}").notes if "leaves no checkpoint" in note]
+    assert notes == ([f"a stop by {named} leaves no checkpoint, since --save is not given"] if named else [])
 
 
 def test_a_profile_that_the_run_cuts_short_is_noted(plan_of):

@@ -153,7 +153,10 @@ def test_data_may_move_but_not_change(data_problems):
         words in problem for words in ("contents differ", "900 sequences", "9000 tokens", "--finetune")
     )
     (problem,) = data_problems((a, b), (a, dataset("b", "2", weight=3.0)))
-    assert all(words in problem for words in ("weight of b", "has 2.0, this run 3.0", "--finetune"))
+    assert all(words in problem for words in (": b 2.0 -> 3.0\n", "--data-schedule", "--finetune"))
+    many = [dataset(str(n), str(n), weight=1.0) for n in range(20)]
+    (problem,) = data_problems(many, [dataclasses.replace(one, weight=2.0) for one in many])
+    assert "7 1.0 -> 2.0, and 12 more" in problem
     (problem,) = data_problems((a, b), (a,))
     assert all(words in problem for words in ("2 datasets (2 for all)", "1 (1 for all)", "--finetune"))
 

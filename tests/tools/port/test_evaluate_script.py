@@ -78,6 +78,8 @@ OPEN = {
     'run $1 "$2/x"': 'run "${1}" "${2}/x"',
     "CKPT=$1; run ${CKPT}/a": 'run "${1}/a"',
     'CKPT=${3:-"/lustre/a"}; run $CKPT': "run /lustre/a",
+    "SAVE=$1; LOAD=${LOAD:-$SAVE}; run $LOAD ${OUT:-${SAVE}/out}": 'run "${1}" "${1}/out"',
+    "RUN=${RUN:-$(date +%s)}; run $RUN": 'date +%s|run "$(date +%s)"',
     "NODE=${SLURM_NODEID:-0}; run $NODE $MASTER_ADDR": 'run "${SLURM_NODEID:-0}" "${MASTER_ADDR}"',
     "run x$(date +%s) `id -u`": 'date +%s|id -u|run "x$(date +%s)" "$(id -u)"',
     "H=$(scontrol show hostnames $L | head -n 1); run $H": 'scontrol show hostnames "${L}"|head -n 1|run "$(scontrol show hostnames ${L} | head -n 1)"',

@@ -289,6 +289,14 @@ def test_arguments_that_a_script_passes_on_are_open(port, script):
     assert "not certain" not in sections
 
 
+def test_a_default_may_be_another_variable(port, script):
+    text = f"SAVE=$1\nLOAD=${{LOAD:-$SAVE/last}}\npython pretrain_gpt.py {SMALL} --load $LOAD"
+    _, command, sections = port(script(text))
+    assert command.endswith('--load "${1}/last"')
+    assert sections["open"] == [f"${{1}}: given to {script(text)} as an argument"]
+    assert sections["assumed"][0].endswith("run.sh:2: LOAD=$SAVE/last")
+
+
 def test_eval_is_replaced_by_its_command(port, script):
     code, command, _ = port(script(f'CMD="python pretrain_gpt.py {SMALL} --save \\$OUT"\neval $CMD'))
     assert code == 0
@@ -331,6 +339,13 @@ def test_a_mistake_is_an_error_with_exit_code_2(capsys, arguments, text, fix):
 def test_a_script_without_a_training_command_is_an_error(capsys, script):
     assert main(["port", str(script("echo pretrain_gpt.py\nls"))]) == 2
     assert "no command runs a pretrain_*.py" in capsys.readouterr().err
+
+
+def test_the_program_that_runs_instead_is_named(capsys, script):
+    assert main(["port", str(script("python prepare.py\ntorchrun lab/train_mimo.py --num-layers 2"))]) == 2
+    error = capsys.readouterr().err
+    assert "run.sh:2 runs lab/train_mimo.py" in error
+    assert "prepare.py" not in error
 
 
 @pytest.mark.parametrize(("family", "more"), [("bert", ""), ("t5", "--decoder-seq-length 32"), ("vlm", "")])

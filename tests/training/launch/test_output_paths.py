@@ -38,7 +38,7 @@ def test_space_for_a_checkpoint_is_needed(
     free_bytes(monkeypatch, size)
     assert pretrain.main(command_line({"--save": str(tmp_path / "second")})) == 2
     error = capsys.readouterr().err
-    assert f"{size} bytes free" in error
+    assert f"{size:,} bytes free" in error
     assert "--save" in error
     assert "fix: free some space" in error
     assert not (tmp_path / "second" / "metrics.jsonl").exists()

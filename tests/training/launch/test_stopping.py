@@ -18,6 +18,8 @@ from run_helpers import ROOT, command_line, wait_for
 import pretrain
 from megatrain.training import stopping
 from megatrain.training.engine import Engine
+from megatrain.training.logging import console
+from megatrain.training.logging.console import Phases
 from megatrain.training.stopping import StopRequest
 
 BLOCKED = """
@@ -90,6 +92,24 @@ def test_a_file_is_looked_for_once_a_second(tmp_path: Path) -> None:
     assert stop.flags() == (0, 0, 0, 0, 0)
     (tmp_path / "x").touch()
     assert stop.flags() == (0, 0, 0, 0, 0)
+
+
+def test_the_time_limit_counts_from_the_start_of_the_program() -> None:
+    now = time.monotonic()
+    for began, is_late in ((now - 61, 1), (now - 50, 0), (None, 0)):
+        stop = StopRequest(exit_interval=None, exit_duration_in_mins=1, began=began, exit_signal=15)
+        assert stop.flags() == (0, is_late, 0, 0, 0)
+
+
+def test_a_run_whose_start_took_longer_than_its_time_limit_stops_after_an_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "Phases", lambda one: Phases(one, began=time.monotonic() - 3600))
+    save = tmp_path / "run"
+    flags = {"--save": str(save), "--load": str(save), "--exit-duration-in-mins": "10"}
+    assert pretrain.main(command_line(flags)) == 75
+    status = json.loads((save / "status.json").read_text())
+    assert (status["iteration"], status["reason"]) == (1, "--exit-duration-in-mins is over")
 
 
 def test_a_file_system_that_fails_for_a_moment_stops_nothing(

@@ -149,7 +149,7 @@ def test_tensorboard_on_a_full_disk(
     monkeypatch.setattr(writer, "add_scalar", fail)
     folder = tmp_path / "curves"
     assert run(tmp_path / "run", tensorboard_dir=str(folder)) == 1
-    assert str(folder) in capsys.readouterr().err
+    assert f"--tensorboard-dir {folder}" in capsys.readouterr().err
     assert newest_valid(tmp_path / "run") is not None
     assert run(tmp_path / "other", tensorboard_dir=str(folder), on_log_failure="warn") == 0
 

@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_whole_lines(
         patch.setattr(metrics_file, "write_all", fill)
         with pytest.raises(
             LogError,
-            match=r"metrics.jsonl: .*errno 28.*; 17 bytes needed, \d+ bytes free\n  fix: .*--on-log-failure",
+            match=r"metrics.jsonl: .*errno 28.*; 17 bytes needed, [\d,]+ bytes free\n  fix: .*--on-log-failure",
         ):
             metrics.write({"iteration": 2})
     metrics.write({"iteration": 3})

@@ -1,7 +1,8 @@
-"""GPT-2, GPT-NeoX and Pythia, gpt-oss.
+"""GPT-2, GPT-NeoX and Pythia, StarCoder2, gpt-oss.
 
 GPT-2      weights are [inputs, outputs], and one holds queries, keys and values
 GPT-NeoX   one weight holds queries, keys and values, head by head; RoPE on some of the channels
+StarCoder2 GPT-2's norms and MLPs with grouped queries, RoPE and windows
 gpt-oss    sinks, windows in every second layer, biases, and experts stored as one tensor, transposed, gate and up in turns, or in MXFP4
 """
 
@@ -108,6 +109,27 @@ GPT_NEOX: Final = Family(
         **in_layers("gpt_neox.layers", _NEOX_LAYER),
     },
     buffers=(r"gpt_neox\.layers\.\d+\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)",),
+)
+
+_STARCODER2_MLP: Final[Modules] = {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
+
+STARCODER2: Final = Family(
+    architecture="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    config=(
+        *SIZES,
+        Value("norm_epsilon", "model.norm_epsilon", POSITIVE, default=1e-5),
+        Value("residual_dropout", "model.hidden_dropout", PROBABILITY, default=0.0),
+        Value("embedding_dropout", "model.hidden_dropout", PROBABILITY, default=0.0),
+        Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=True),
+        Choice("hidden_act", {"gelu_pytorch_tanh": {}, "gelu_new": {}, "gelu": _EXACT}),
+        Choice("use_bias", {True: {}, False: {"model.disable_bias_linear": True}}),
+        QueryGroups(default=2),
+        Rope(),
+        Windows(),
+        Fixed({"model.normalization": "LayerNorm"}),
+    ),
+    modules=modules(ATTENTION, NORMS, _STARCODER2_MLP),
 )
 
 
