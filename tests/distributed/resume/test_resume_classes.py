@@ -129,7 +129,8 @@ def difference(a: Weights, b: Weights) -> float:
 
 
 def tried(setting: Setting) -> bool:
-    is_of_steps = setting.section not in NO_STEP and not setting.name.startswith(("eval", "start_eval"))
+    is_evaluation = setting.name.startswith(("eval", "start_eval")) or "validation" in setting.name
+    is_of_steps = setting.section not in NO_STEP and not is_evaluation
     is_code = setting.name == "spec" or setting.name.endswith("_digest")
     return (
         is_of_steps
