@@ -143,6 +143,17 @@ _MPI = (
 )
 
 
+def launcher_of(ranks: int, most_of_node: int = 8) -> str:
+    """Return the words before pretrain.py that start some ranks, as many on each node."""
+    nodes = next(n for n in range(-(-ranks // most_of_node), ranks + 1) if ranks % n == 0)
+    if ranks == 1:
+        return "python"
+    if nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {ranks}"
+    where = f"--rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} {where}"
+
+
 def set_unless_given(variable: str, value: str) -> str:
     """Set a variable for a library unless the user has set it. Return its value."""
     return os.environ.setdefault(variable, value)
@@ -225,8 +236,18 @@ def _from_launcher(source: _Source, variables: _Variables) -> LaunchEnvironment:
     description = (
         f"{source.rank} {rank}, {source.world_size} {world_size}; rendezvous at {host}:{port} ({reason})"
     )
-    rendezvous = "env://" if source.launcher == "torchrun" else f"tcp://{host}:{port}"
+    rendezvous = f"tcp://{host}:{port}"
+    if source.launcher == "torchrun":
+        rendezvous = "env://"
+        description += _idle_nodes(found, variables)
     return replace(found, host=host, port=port, rendezvous=rendezvous, description=description)
+
+
+def _idle_nodes(found: LaunchEnvironment, variables: _Variables) -> str:
+    """Return that a job has more nodes than its torchrun; with srun, each of them trains a run of its own."""
+    name = variables.first("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    nodes, used = variables.count(name) if name else 1, found.world_size // max(found.local_world_size, 1)
+    return f"; {name} is {nodes}, and torchrun (--nnodes) has {max(used, 1)}" if nodes > max(used, 1) else ""
 
 
 def _single_process(variables: _Variables) -> LaunchEnvironment:

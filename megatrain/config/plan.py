@@ -146,6 +146,8 @@ class Draft:
     origins: Mapping[str, Origin]
     breaks: Callable[[Mapping[str, Any]], int] = lambda _: 0
     """Count the rules that the run would break further with these values, by path, the rule that asks included (`fixes.py`)."""
+    is_same_model: Callable[[Mapping[str, Any]], bool] = lambda _: False
+    """Return whether the model would be the same with these values, by path."""
 
     @property
     def continues_optimizer(self) -> bool:

@@ -8,6 +8,7 @@ derivation or rule that reads an INVALID value stops (UnresolvedError): the valu
 The cause is reported elsewhere.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -55,6 +56,7 @@ def resolve(request: Request, facts: Facts) -> Plan:
     if facts.custom_layers is not None:
         facts = replace(facts, custom_layers=called_once(facts.custom_layers))
     draft, overridden, wrong_values = _drafted(request, facts)
+    draft = replace(draft, is_same_model=functools.partial(_is_same_model, draft, request))
     broken = _kinds(draft, wrong_values)
     problems += wrong_values
     for rule in RULES:
@@ -117,6 +119,13 @@ def _kinds(draft: Draft, wrong_values: Iterable[Problem]) -> Kinds:
 
 def _without_numbers(problems: Iterable[Problem]) -> frozenset[str]:
     return frozenset(_NUMBERS.sub("#", problem.text) for problem in problems)
+
+
+def _is_same_model(draft: Draft, request: Request, changes: Mapping[str, Any]) -> bool:
+    """See `Draft.is_same_model`."""
+    trial, _, wrong_values = _drafted(with_settings(request, changes, Origin("flag")), draft.facts)
+    spec = draft.derived.raw("model_spec")
+    return is_resolved(spec) and not wrong_values and bool(trial.derived.raw("model_spec") == spec)
 
 
 def _with_trials(draft: Draft, rule: Rule, broken: Kinds, request: Request) -> Draft:

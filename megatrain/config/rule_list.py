@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import Final
 
 from megatrain.config.errors import Problem
@@ -94,13 +95,18 @@ def conflicting_settings(draft: Draft) -> Problems:
             given = _given(draft, setting, one.of)
             other = _given(draft, by_path[one.path], one.values)
             if given and other and (one.when is None or one.when.holds(draft.config.raw)):
-                removable = [path for path in (setting.path, one.path) if draft.is_given(path)]
-                removable.sort(key=lambda path: distance(draft, path))
+                removable = [by_path[path] for path in (setting.path, one.path) if draft.is_given(path)]
                 yield Problem(
                     f"{given} is not supported together with {other}{one.why}",
-                    one.fix
-                    or f"remove {', or '.join(located(draft, path) for path in removable or [setting.path])}",
+                    one.fix or f"remove {', or '.join(_removed(draft, removable or [setting]))}",
                 )
+
+
+def _removed(draft: Draft, removable: Sequence[Setting]) -> list[str]:
+    """Return the flags whose removal breaks fewest other rules, those that the user typed first."""
+    broken = {one.path: draft.breaks({one.path: one.default}) for one in removable}
+    least = [path for path, count in broken.items() if count == min(broken.values())]
+    return [located(draft, path) for path in sorted(least, key=lambda path: distance(draft, path))]
 
 
 @rule

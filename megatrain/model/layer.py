@@ -177,5 +177,6 @@ def branch_output(part: Part, context: LayerContext) -> BranchOutput:
     if spec.hidden_dropout:
         modules.append(context.builder.dropout(spec.hidden_dropout, f"{name}.hidden"))
     output = BranchOutput(modules)
-    output.adds = bool(spec.hidden_dropout) and not spec.all_layers[context.number].is_parallel
+    is_apart = context.is_inside or spec.all_layers[context.number].is_parallel
+    output.adds = bool(spec.hidden_dropout) and not is_apart
     return output

@@ -7,6 +7,7 @@ A part of the user's own gets the same object, and declares its GEMMs with `colu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,12 @@ class LayerContext:
     recompute: Recompute
     relative_positions: Any = None
     """The `RelativePositions` of the layer's stack, which its layers share, or None."""
+    is_inside: bool = False
+    """The branch is inside a part of the user's own, which norms its input and adds its output."""
+
+    def inside(self) -> LayerContext:
+        """Return the context of a branch that begins without a norm, and does not add its output to the stream."""
+        return dataclasses.replace(self, is_inside=True)
 
     @property
     def tp(self) -> TensorParallel:
@@ -110,7 +117,7 @@ class LayerContext:
 
     def branch_norm(self, part: Part) -> LinearLayout | None:
         """Return the layouts of the norm that begins the branch of a part, if it has one."""
-        if self.norm_position == "post" or self.model.all_layers[self.number].has_one_norm:
+        if self.is_inside or self.norm_position == "post" or self.model.all_layers[self.number].has_one_norm:
             return None
         return norm_weights(f"{self.name(part)}.norm", self.model.hidden_size, self.model.norm, self.tp)
 

@@ -95,6 +95,7 @@ class PassInfo:
     first_sample: int | Tensor = 0
     """Index of its first sample in the run, the same under every layout; dropout is keyed by it. A CUDA graph reads it from the device."""
     pieces: int = 1  # as of `Batch`; `first_sample` counts pieces
+    chunk: tuple[slice, int] | None = None  # of an MLP's rows, and their number: `ChunkedMlp`
     documents: Documents | None = None
     """Documents of the batch."""
     is_token: Tensor | None = None

@@ -38,6 +38,12 @@ if [[ -n "${SLURM_JOB_END_TIME:-}" ]]; then
   limit=(--exit-duration-in-mins "$((minutes > 1 ? minutes : 1))")
 fi
 
+if ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
+  echo "error: the job has $SLURM_JOB_NUM_NODES nodes, and each would train a run of its own" >&2
+  echo "  fix: sbatch --nodes=$SLURM_JOB_NUM_NODES scripts/slurm/torchrun.sh" >&2
+  exit 2
+fi
+
 code=0
 srun "${container[@]}" torchrun --standalone --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
   pretrain.py "$@" "${limit[@]}" || code=$?

@@ -39,8 +39,8 @@ if [[ -n "${SLURM_JOB_END_TIME:-}" ]]; then
   limit=(--exit-duration-in-mins "$((minutes > 1 ? minutes : 1))")
 fi
 
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((15000 + SLURM_JOB_ID % 15000))
+head_node=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+port=${MASTER_PORT:-$((15000 + SLURM_JOB_ID % 15000))}
 
 code=0
 srun --kill-on-bad-exit=1 "${container[@]}" torchrun --nnodes "$SLURM_JOB_NUM_NODES" \

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatrain.config.environment import first_host, read_environment
+from megatrain.config.environment import first_host, launcher_of, read_environment
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node1",
@@ -47,6 +47,32 @@ def test_each_launcher_is_recognized(name):
     assert (
         found.launcher, found.rank, found.world_size, found.local_rank, found.local_world_size, found.rendezvous
     ) == expected  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("slurm", "ending"),
+    [
+        ({"SLURM_JOB_NUM_NODES": "8"}, "; SLURM_JOB_NUM_NODES is 8, and torchrun (--nnodes) has 4"),
+        ({"SLURM_JOB_NUM_NODES": "8", "SLURM_STEP_NUM_NODES": "4"}, "MASTER_PORT)"),
+        ({"SLURM_JOB_NUM_NODES": "4"}, "MASTER_PORT)"),
+        ({}, "MASTER_PORT)"),
+    ],
+)
+def test_torchrun_on_fewer_nodes_than_the_job_has_is_described(slurm, ending):
+    assert read_environment(TORCHRUN | slurm).description.endswith(ending)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, "python"),
+        (8, "torchrun --standalone --nproc-per-node 8"),
+        (12, "torchrun --nnodes 2 --nproc-per-node 6 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
+        (16, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
+    ],
+)
+def test_a_launcher_starts_so_many_ranks(ranks, words):
+    assert launcher_of(ranks) == words
 
 
 def test_the_variables_in_effect_are_described():

@@ -35,12 +35,21 @@ def convolutions(tmp_path_factory):
     return f"{write_example(tmp_path_factory.mktemp('example'), 'my_layers.py')}:with_convolutions"
 
 
-@pytest.mark.parametrize("which", one_in(2, ["convolutions", "depths"]))
-def test_split_over_ranks_equals_one_process(pool, convolutions, which):
+@pytest.fixture(scope="module")
+def tanh(tmp_path_factory):
+    return f"{write_example(tmp_path_factory.mktemp('example'), 'my_norm.py')}:with_tanh"
+
+
+@pytest.mark.parametrize("which", one_in(2, ["convolutions", "depths", "tanh"]))
+def test_split_over_ranks_equals_one_process(pool, convolutions, tanh, which):
     """Losses, gradient norms, every gradient and every weight, in fp64."""
-    spec = (convolutions if which == "convolutions" else DEPTHS,)
+    spec = ({"convolutions": convolutions, "depths": DEPTHS, "tanh": tanh}[which],)
     alone = pool.run(1, measure, Job(Layout.of(""), spec=spec))[0]
-    own = {"convolutions": "short_convolution.kernel", "depths": "mlp.depth_router"}[which]
+    own = {
+        "convolutions": "short_convolution.kernel",
+        "depths": "mlp.depth_router",
+        "tanh": "attention.alpha",
+    }[which]
     assert any(own in part.name and part.values.any() for part in alone.gradients)
     for words in LAYOUTS:
         job = Job(Layout.of(words), spec=spec)
@@ -69,6 +78,18 @@ def test_a_checkpoint_is_resharded_and_generates_no_text(tmp_path, convolutions)
     )
     assert ended.returncode == 2
     assert "layers with ShortConvolution generate no text" in ended.stderr
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_norm_of_one_s_own_is_in_place_of_the_model_s(tmp_path, tanh, dropout):
+    """With dropout, a branch must not add its output to its own input."""
+    flags = f"--mock-data --spec {tanh} --hidden-dropout {dropout}"
+    text = train(tmp_path / "planned", f"{flags} --dry-run")
+    (total,) = re.findall(r"model: ([\d,]+) parameters", text)
+    whole = losses(tmp_path / "whole", f"{flags} --save {tmp_path / 'whole'} --params-dtype float64")
+    assert f"model: {total} parameters" in train(tmp_path / "built", flags)
+    two = f"{flags} --params-dtype float64 --tensor-model-parallel-size 2 --sequence-parallel"
+    assert losses(tmp_path / "split", two, 2) == pytest.approx(whole, rel=1e-10)
 
 
 def test_the_dry_run_counts_every_parameter(tmp_path, convolutions):

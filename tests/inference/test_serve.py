@@ -35,19 +35,9 @@ FLAGS = (
 class Server:
     """A server in a forked process."""
 
-    def __init__(self, folder: Path, log: Path, *flags: str) -> None:
-        words = [
-            "serve",
-            "--load",
-            str(folder),
-            "--port",
-            "0",
-            "--device",
-            "cpu",
-            "--served-model-name",
-            "tiny",
-            *flags,
-        ]
+    def __init__(self, folder: Path | str, log: Path, *flags: str, name: str | None = "tiny") -> None:
+        words = ["serve", "--load", str(folder), "--port", "0", "--device", "cpu", *flags]
+        words += [] if name is None else ["--served-model-name", name]
         self.log = log
         torch.set_num_threads(1)  # a process forked while torch's threads run hangs
         self.pid = os.fork()
@@ -190,14 +180,19 @@ def test_completions_are_those_of_the_command(
     assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == ["length"] * 2
 
 
-def test_an_encoder_reads_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_encoder_reads_the_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has the name of its folder, without hf:."""
     pytest.importorskip("transformers")
     folder = write(tiny_model("T5 v1.1"), tmp_path / "theirs")
     prompts, flags = ["68 71 71", "9 30 12 5"], ["--temperature", "0", "--max-new-tokens", "9", "--json"]
     assert main(["generate", "--load", str(folder), "--prompt", *prompts, *flags]) == 0
     expected = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    server = Server(folder, tmp_path / "log.txt", "--max-context", "5")
+    monkeypatch.chdir(tmp_path)
+    server = Server("hf:theirs", tmp_path / "log.txt", "--max-context", "5", name=None)
     try:
+        assert server.get("/v1/models")[1]["data"][0]["id"] == "theirs"
         status, found = server.complete(prompts, max_tokens=9, temperature=0)
         assert status == 200
         assert [one["text"] for one in found["choices"]] == [one["text"] for one in expected]

@@ -93,7 +93,10 @@ def test_a_folder_with_the_prefix_must_be_one_of_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "--load", f"hf:{tmp_path}", "--prompt", "5"]) == 2
-    assert f"{tmp_path}: has no config.json" in capsys.readouterr().err
+    assert f"{tmp_path}: has no config.json" in (text := capsys.readouterr().err)
+    assert "hf download" not in text
+    assert main(["generate", "--load", "hf:meta-llama/Llama-3.2-1B", "--prompt", "5"]) == 2
+    assert "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_megatron_is_read_as_its_conversion(

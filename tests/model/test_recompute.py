@@ -48,8 +48,11 @@ def test_gradients_are_the_same_bits_and_less_is_saved(model: str) -> None:
     assert kept["uniform"] < kept["recomputenorms"] < all_of_it
 
 
+@pytest.mark.parametrize("adapters", ["", "lora"])
 @pytest.mark.parametrize("recompute", ["norecompute", "selective", "block"])
-def test_an_mlp_in_chunks_of_tokens_equals_the_whole(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlp_in_chunks_of_tokens_equals_the_whole(
+    recompute: str, adapters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums over the chunks of an fp64 gradient round differently; a recomputed layer computes each chunk only where it is needed."""
     calls: list[int] = []
     whole = ChunkedMlp.linears
@@ -59,9 +62,9 @@ def test_an_mlp_in_chunks_of_tokens_equals_the_whole(recompute: str, monkeypatch
         return whole(mlp, residual, *rest)
 
     monkeypatch.setattr(ChunkedMlp, "linears", counted)
-    expected, _ = run(recompute, "llama")
+    expected, _ = run(recompute, f"llama {adapters}")
     assert not calls
-    found, _ = run(recompute, "llama", "--mlp-chunks-for-training", "3")
+    found, _ = run(recompute, f"llama {adapters}", "--mlp-chunks-for-training", "3")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14 * expected.abs().max().item())
     passes = 4 * len(list(local_batches(0, Layout.of(f"{recompute} llama"), 0)))  # of four layers
     assert calls == [8] * 3 * 2 * passes  # 24 tokens, in a forward pass and once in the backward pass

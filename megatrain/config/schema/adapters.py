@@ -5,7 +5,7 @@ from typing import Any
 
 from megatrain.config.model_spec.lora import LoraModule
 from megatrain.config.schema.needs import conflict, on
-from megatrain.config.schema.resume_class import FUNCTION, SAFE, SHAPE, is_turned_on
+from megatrain.config.schema.resume_class import FUNCTION, SHAPE, STEPS, is_turned_on
 from megatrain.config.schema.setting import ARGS, Section, setting
 
 _FROZEN = ": adapters leave all other weights frozen"
@@ -46,7 +46,7 @@ class AdaptersConfig(Section, on_resume=SHAPE, taken_by=ARGS):
     """Train low-rank adapters of this rank, and nothing else. none: train the model. Not in Megatron-LM."""
     lora_alpha: float = setting(32.0, above=0, on_resume=FUNCTION, needs=_NEEDS)
     """Factor of adapters, divided by --lora-rank. Not in Megatron-LM."""
-    lora_dropout: float = setting(0.0, at_least=0, below=1, on_resume=SAFE, needs=_NEEDS)
+    lora_dropout: float = setting(0.0, at_least=0, below=1, on_resume=STEPS, needs=_NEEDS)
     """Dropout probability of the inputs of adapters. Not in Megatron-LM."""
     lora_target_modules: tuple[LoraModule, ...] = setting(
         ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), adapts=_may_differ, needs=_NEEDS

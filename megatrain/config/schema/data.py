@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.config.schema.needs import conflict, none_of, on, one_of
-from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
+from megatrain.config.schema.resume_class import LOSS, ORDER, SAFE, SILENT, STEPS
 from megatrain.config.schema.setting import ARGS, EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 from megatrain.config.schema.vision import VLM
@@ -83,7 +83,9 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Test datasets, as --train-data-path."""
     per_split_data_args_path: str | None = None
     """JSON file with the datasets of train, valid and test."""
-    data_schedule: str | None = setting(None, taken_by="", conflicts=(*_NEEDS_FILES, _ORDERED))
+    data_schedule: str | None = setting(
+        None, taken_by="", conflicts=(*_NEEDS_FILES, _ORDERED), on_resume=STEPS
+    )
     """File with training data for later iterations: a list in YAML or JSON of entries `from_iteration` and `data_path`."""
     phase_transition_iterations: str | None = setting(
         None,
@@ -104,6 +106,7 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
                 )
             ),
         ),
+        on_resume=STEPS,
     )
     """Iterations, such as 20000,30000, after which the run saves and exits, to be continued with the data flags of the next phase of training, whose samples are counted from 0."""
     split: str = setting(AUTO, joins_words=True, on_resume=ORDER)
@@ -116,9 +119,9 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """vlm: a sample holds as many conversations as fit, each with attention and positions of its own."""
     stop_at_unread_images: bool = setting(False, needs=VLM)
     """vlm: an image that cannot be read ends the run. off: it is named and counted, and its sample has no loss."""
-    dataset: str | None = setting(None, on_resume=ORDER, taken_by="")
+    dataset: str | None = setting(None, on_resume=ORDER, may_move=True, taken_by="")
     """Function that returns samples, in place of files: file.py:function or module:function (docs/extending.md). Not in Megatron-LM."""
-    dataset_digest: str | None = setting(AUTO, taken_by="")
+    dataset_digest: str | None = setting(AUTO, taken_by="", on_resume=STEPS)
     """Digest of the file of --dataset. auto: computed from the file."""
     seq_length: int = setting(
         REQUIRED,
@@ -129,7 +132,9 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
         taken_by=ARGS,
     )
     """Tokens per sample. vlm: of its text; those of its images are added."""
-    seq_length_schedule: str | None = setting(None, joins_words=True, taken_by="", conflicts=_WHOLE_SAMPLES)
+    seq_length_schedule: str | None = setting(
+        None, joins_words=True, taken_by="", conflicts=_WHOLE_SAMPLES, on_resume=STEPS
+    )
     """Lengths of the sequences that are trained, from given numbers of tokens on, such as '0:2048 50B:4096 80B:8192': each sample of --seq-length tokens is cut into pieces of that length, which divides it. Evaluations read whole samples. Not in Megatron-LM."""
     dataloader_seq_length: int | None = setting(
         None, at_least=1, unit="tokens", on_resume=ORDER, taken_by=ARGS, needs=VLM
@@ -169,13 +174,16 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
             _GPT,
         ),
         conflicts=(_NOT_WITH_SFT, _NOT_WITH_STORED_DOCUMENTS),
+        on_resume=LOSS,
     )
     """Restart position ids after each end-of-document token."""
-    reset_attention_mask: bool = setting(False, conflicts=(_NOT_WITH_SFT, _NOT_WITH_STORED_DOCUMENTS))
+    reset_attention_mask: bool = setting(
+        False, conflicts=(_NOT_WITH_SFT, _NOT_WITH_STORED_DOCUMENTS), on_resume=LOSS
+    )
     """Mask attention across end-of-document tokens."""
-    eod_mask_loss: bool = setting(False, needs=_GPT, conflicts=_NOT_WITH_SFT)
+    eod_mask_loss: bool = setting(False, needs=_GPT, conflicts=_NOT_WITH_SFT, on_resume=LOSS)
     """Mask the loss where the input is an end-of-document token."""
-    dataloader_inter_document_masking: bool = False
+    dataloader_inter_document_masking: bool = setting(False, on_resume=LOSS)
     """Mask attention across stored sequences and restart position ids at each, independent of their tokens."""
     sft: bool = setting(False, on_resume=ORDER, conflicts=_NEEDS_FILES)
     """Supervised fine-tuning: datasets are conversations of `preprocess_data.py --sft`, packed whole into samples, with loss on the assistant's tokens only."""
@@ -213,7 +221,7 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Token that fills a sample that has become shorter."""
     fim_eod_token: str | None = setting(None, on_resume=ORDER, needs=_FIM)
     """Token that ends documents. none: that of the tokenizer; <|endoftext|> in Megatron-LM."""
-    allow_ambiguous_pad_tokens: bool = False
+    allow_ambiguous_pad_tokens: bool = setting(False, on_resume=LOSS)
     """Treat the padding token of the tokenizer as padding even if it has another role."""
 
     @property

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.config.schema.needs import conflict, off, on
-from megatrain.config.schema.resume_class import SAFE
+from megatrain.config.schema.resume_class import LOSS, SAFE, STEPS
 from megatrain.config.schema.setting import Section, setting
 
 _TEACHER, _CACHE = "distillation.export_kd_teacher_load", "distillation.logits_load_dir"
@@ -25,9 +25,9 @@ _UNSUPPORTED = (
 class DistillationConfig(Section, on_resume=SAFE):
     """Distillation: the teacher and its losses."""
 
-    export_kd_teacher_load: str | None = setting(None, conflicts=_UNSUPPORTED)
+    export_kd_teacher_load: str | None = setting(None, conflicts=_UNSUPPORTED, on_resume=LOSS, may_move=True)
     """Teacher: a folder of checkpoints of megatrain or Megatron-LM, one of its iter_NNNNNNN folders, or hf:FOLDER with a folder of transformers."""
-    export_kd_teacher_model_config: str | None = setting(None, needs=on(_TEACHER))
+    export_kd_teacher_model_config: str | None = setting(None, needs=on(_TEACHER), on_resume=STEPS)
     """YAML file with settings of the teacher's model, which are compared with those that its checkpoint stores. none: FOLDER/model_config.yaml, if it exists."""
     export_kd_cfg: str | None = setting(None, needs=on(_TEACHER))
     """YAML file with the settings below as Megatron-LM names them: skip_lm_loss, kd_loss_scale, intermediate_layer_pairs, logit_kl_temperature. Flags win over it."""
@@ -37,22 +37,24 @@ class DistillationConfig(Section, on_resume=SAFE):
         "forward_kl",
         choices={"forward_kl": "KL(teacher || student)", "reverse_kl": "KL(student || teacher)"},
         needs=on(_TEACHER),
+        on_resume=LOSS,
     )
     """Divergence of the logits from the teacher's. Not in Megatron-LM."""
-    kd_temperature: float = setting(1.0, above=0, needs=on(_TEACHER))
+    kd_temperature: float = setting(1.0, above=0, needs=on(_TEACHER), on_resume=STEPS)
     """Divisor of the logits of teacher and model; the divergence is multiplied by its square. Not in Megatron-LM."""
-    kd_skip_lm_loss: bool = setting(True, needs=on(_TEACHER))
+    kd_skip_lm_loss: bool = setting(True, needs=on(_TEACHER), on_resume=LOSS)
     """Train on the teacher's losses alone. Off: on their sum with the language-model loss. Not in Megatron-LM, where its file says it."""
-    kd_balance_losses: bool = setting(True, needs=on(_TEACHER))
+    kd_balance_losses: bool = setting(True, needs=on(_TEACHER), on_resume=STEPS)
     """Scale the losses of a micro-batch to equal shares, as Megatron-LM does: layers to logits, and both to the language-model loss. It computes logits twice. Off: fixed weights. Not in Megatron-LM."""
     kd_loss_scale: float = setting(
         1.0,
         above=0,
         needs=(on(_TEACHER), off("distillation.kd_skip_lm_loss"), off("distillation.kd_balance_losses")),
+        on_resume=STEPS,
     )
     """Weight of the teacher's losses, added to the language-model loss."""
     kd_layer_loss_scale: float = setting(
-        1.0, above=0, needs=(on(_TEACHER), off("distillation.kd_balance_losses"))
+        1.0, above=0, needs=(on(_TEACHER), off("distillation.kd_balance_losses")), on_resume=STEPS
     )
     """Weight of the mean loss of --kd-layer-pairs, added to the loss of the logits. Not in Megatron-LM."""
     logits_load_dir: str | None = setting(
@@ -62,9 +64,11 @@ class DistillationConfig(Section, on_resume=SAFE):
             conflict(_TEACHER, why=": it has its outputs"),
             conflict("data.dataloader_type", "cyclic", why=", whose samples have no fixed number"),
         ),
+        on_resume=LOSS,
+        may_move=True,
     )
     """Folder of a teacher's outputs that `megatrain cache-logits` has written for the samples of this run, in place of a teacher."""
-    logits_load_kd_loss_alpha: float = setting(1.0, at_least=0, at_most=1, needs=on(_CACHE))
+    logits_load_kd_loss_alpha: float = setting(1.0, at_least=0, at_most=1, needs=on(_CACHE), on_resume=STEPS)
     """Weight of the divergence from the outputs of --logits-load-dir; the language-model loss has the rest."""
-    kd_layer_pairs: tuple[str, ...] = setting((), needs=on(_TEACHER))
+    kd_layer_pairs: tuple[str, ...] = setting((), needs=on(_TEACHER), on_resume=LOSS)
     """Outputs to match, as STUDENT:TEACHER:LOSS with numbers of layers (from 0) or `final` for the final norm, and cosine or mse: 3:7:cosine final:final. Other widths are projected. Not in Megatron-LM."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.config.schema.needs import above, conflict, costly, either, none_of, off, on, one_of
-from megatrain.config.schema.resume_class import FUNCTION, SAFE, SHAPE, SILENT, is_turned_on
+from megatrain.config.schema.resume_class import FUNCTION, SAFE, SHAPE, SILENT, STEPS, is_turned_on
 from megatrain.config.schema.setting import ARGS, Section, setting
 from megatrain.config.schema.values import AUTO
 
@@ -70,13 +70,13 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
     moe_router_dtype: Literal["fp32", "fp64"] | None = setting(None, on_resume=SAFE, taken_by=ARGS)
     """Dtype of router logits and scores. none: logits in that of the model."""
     moe_router_load_balancing_type: tuple[BalancingType, ...] = setting(
-        ("aux_loss",), on_resume=SAFE, taken_by=ARGS
+        ("aux_loss",), on_resume=STEPS, taken_by=ARGS
     )
     """Load balancing: aux_loss (per micro-batch), seq_aux_loss (per sequence), global_aux_loss (over the global batch so far), sinkhorn, quantile_balancing (biases of experts, replaced after each step so that loads become equal) or none. Several losses can be combined."""
     moe_aux_loss_coeff: tuple[float, ...] = setting(
         (0.0,),
         at_least=0,
-        on_resume=SAFE,
+        on_resume=STEPS,
         taken_by=ARGS,
         needs=one_of(
             "experts.moe_router_load_balancing_type",
@@ -87,7 +87,7 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
         ),
     )
     """Coefficients of the losses of --moe-router-load-balancing-type, one for each."""
-    moe_z_loss_coeff: float | None = setting(None, at_least=0, on_resume=SAFE, taken_by=ARGS)
+    moe_z_loss_coeff: float | None = setting(None, at_least=0, on_resume=STEPS, taken_by=ARGS)
     """Coefficient of the router z-loss: the mean squared log-sum-exp of the router logits."""
     moe_router_enable_expert_bias: bool = setting(
         False,
@@ -113,7 +113,7 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
     moe_router_bias_update_rate: float = setting(
         1e-3,
         at_least=0,
-        on_resume=SAFE,
+        on_resume=STEPS,
         taken_by=ARGS,
         needs=(on("experts.moe_router_enable_expert_bias"), _UNEQUAL_LOADS),
     )
@@ -122,21 +122,21 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
         0.0,
         at_least=0,
         below=1,
-        on_resume=SAFE,
+        on_resume=STEPS,
         taken_by=ARGS,
         needs=one_of("experts.moe_router_load_balancing_type", "quantile_balancing"),
     )
     """Share of the earlier biases in the new ones with --moe-router-load-balancing-type quantile_balancing. 0: only the last global batch counts."""
-    moe_router_force_load_balancing: bool = setting(False, on_resume=SAFE, taken_by=ARGS)
+    moe_router_force_load_balancing: bool = setting(False, on_resume=FUNCTION, taken_by=ARGS)
     """Route tokens at random, to measure speed with balanced loads. Not for training."""
-    moe_input_jitter_eps: float | None = setting(None, at_least=0, below=1, on_resume=SAFE, taken_by=ARGS)
+    moe_input_jitter_eps: float | None = setting(None, at_least=0, below=1, on_resume=STEPS, taken_by=ARGS)
     """In training, multiply the router input by uniform noise in [1 - eps, 1 + eps]."""
-    moe_expert_capacity_factor: float | None = setting(None, above=0, on_resume=SAFE, taken_by=ARGS)
+    moe_expert_capacity_factor: float | None = setting(None, above=0, on_resume=STEPS, taken_by=ARGS)
     """Capacity of an expert, relative to equal shares of the tokens of a micro-batch; assignments above it are dropped. none: no limit."""
     moe_pad_expert_input_to_capacity: bool = setting(False, on_resume=SAFE, taken_by=ARGS, needs=_CAPACITY)
     """Pad the input of each expert to its capacity."""
     moe_token_drop_policy: Literal["probs", "position"] = setting(
-        "probs", on_resume=SAFE, taken_by=ARGS, needs=_CAPACITY
+        "probs", on_resume=STEPS, taken_by=ARGS, needs=_CAPACITY
     )
     """Tokens kept by an expert above its capacity: those with the highest probabilities (probs), or the first ones (position)."""
     moe_shared_expert_intermediate_size: int | None = setting(None, at_least=1, on_resume=SHAPE)

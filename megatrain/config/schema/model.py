@@ -7,9 +7,11 @@ from megatrain.config.derive.hybrid_pattern import has_same_layers
 from megatrain.config.schema.needs import Conflict, Need, conflict, contains, either, none_of, off, on, one_of
 from megatrain.config.schema.resume_class import (
     FUNCTION,
+    ORDER,
     SAFE,
     SHAPE,
     SILENT,
+    STEPS,
     has_no_position_weights,
     is_decreased,
     is_turned_off,
@@ -124,12 +126,10 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Mamba-2: no RMSNorm of the groups of channels after the gate. Not in Megatron-LM."""
     bert_no_binary_head: bool = setting(False, needs=one_of("model.model_family", "bert"))
     """BERT: no next-sentence head, no pooler and no token types."""
-    decoder_num_layers: int | None = setting(
-        None, at_least=1, on_resume=SAFE, taken_by=ARGS, needs=_TWO_DEPTHS
-    )
+    decoder_num_layers: int | None = setting(None, at_least=1, needs=_TWO_DEPTHS)
     """vlm: layers of the language model; none: --num-layers. T5: no effect, as in Megatron-LM, where --encoder-num-layers is the depth of both stacks."""
     decoder_seq_length: int | None = setting(
-        None, at_least=1, unit="tokens", on_resume=SAFE, taken_by=ARGS, needs=_T5
+        None, at_least=1, unit="tokens", on_resume=ORDER, taken_by=ARGS, needs=_T5
     )
     """T5: length of the decoder's part of a sample; --seq-length is that of the encoder's."""
     hidden_size: int = setting(
@@ -256,9 +256,9 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Sparse attention: channels per head of the indexer."""
     dsa_indexer_topk: int = setting(2048, at_least=1, unit="tokens", on_resume=FUNCTION, needs=_SPARSE)
     """Sparse attention: keys that a query attends to."""
-    dsa_indexer_loss_coeff: float = setting(0.0, at_least=0, on_resume=FUNCTION, needs=_SPARSE)
+    dsa_indexer_loss_coeff: float = setting(0.0, at_least=0, on_resume=STEPS, taken_by=ARGS, needs=_SPARSE)
     """Sparse attention: factor of the divergence of the indexer's scores from the attention probabilities. 0: the indexer is not trained."""
-    dsa_indexer_use_sparse_loss: bool = setting(False, on_resume=FUNCTION, needs=_SPARSE)
+    dsa_indexer_use_sparse_loss: bool = setting(False, on_resume=STEPS, taken_by=ARGS, needs=_SPARSE)
     """Sparse attention: the divergence is that of the selected keys alone."""
     dsa_indexer_k_norm_epsilon: float | None = setting(None, above=0, on_resume=FUNCTION, needs=_SPARSE)
     """Sparse attention: epsilon of the LayerNorm of the indexer's keys. none: --norm-epsilon."""
@@ -375,7 +375,7 @@ class ModelConfig(Section, on_resume=SHAPE):
     z_loss_coeff: float = setting(
         0.0,
         at_least=0,
-        on_resume=SAFE,
+        on_resume=STEPS,
         taken_by=ARGS,
         conflicts=conflict("training.loss", why=", whose function has the cross-entropy only"),
     )
@@ -390,17 +390,17 @@ class ModelConfig(Section, on_resume=SHAPE):
     """Use linear layers without biases."""
     add_qkv_bias: bool = setting(False, adapts=is_turned_on, needs=_NO_LATENTS)
     """Use biases in the QKV projection despite --disable-bias-linear."""
-    hidden_dropout: float = setting(0.1, at_least=0, below=1, on_resume=SAFE, taken_by=ARGS)
+    hidden_dropout: float = setting(0.1, at_least=0, below=1, on_resume=STEPS, taken_by=ARGS)
     """Dropout probability of residual branches."""
-    attention_dropout: float = setting(0.1, at_least=0, below=1, on_resume=SAFE, taken_by=ARGS)
+    attention_dropout: float = setting(0.1, at_least=0, below=1, on_resume=STEPS, taken_by=ARGS)
     """Dropout probability of attention probabilities."""
     init_method_std: float = setting(0.02, at_least=0, on_resume=SAFE)
     """Standard deviation of initial weights; output projections of residual branches divide it by sqrt(2 * layers)."""
     embedding_init_method_std: float | None = setting(None, at_least=0, on_resume=SAFE)
     """Standard deviation of initial embeddings. none: --init-method-std."""
-    spec: tuple[str, ...] = setting((), on_resume=SAFE)
+    spec: tuple[str, ...] = setting((), on_resume=STEPS)
     """Function that returns custom layers: file.py:function, module:function, or module and function (docs/models.md)."""
-    spec_digest: str | None = setting(AUTO, on_resume=SAFE)
+    spec_digest: str | None = setting(AUTO, on_resume=STEPS)
     """Digest of the file of --spec. auto: computed from the file."""
     heterogeneous_layers_config_path: str | None = setting(
         None, on_resume=SILENT, conflicts=_excludes_latents("its layers have no latents")
@@ -454,7 +454,7 @@ class ModelConfig(Section, on_resume=SHAPE):
     )
     """Use the weights of the first depth of multi-token prediction in all depths."""
     mtp_loss_scaling_factor: float = setting(
-        0.1, at_least=0, on_resume=SAFE, taken_by=ARGS, needs=on("model.mtp_num_layers")
+        0.1, at_least=0, on_resume=STEPS, taken_by=ARGS, needs=on("model.mtp_num_layers")
     )
     """Factor of the mean of the losses of multi-token prediction in the loss of training."""
     make_vocab_size_divisible_by: int = setting(128, at_least=1, on_resume=SAFE, taken_by=ARGS)

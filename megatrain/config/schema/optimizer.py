@@ -5,7 +5,7 @@ from typing import Literal
 
 from megatrain.config.schema.lr_decay import LrDecay, read_by
 from megatrain.config.schema.needs import LOGITS_CONFLICTS, Need, conflict, none_of, off, on, one_of
-from megatrain.config.schema.resume_class import OPTIMIZER_STATE, SAFE, SCHEDULE, SILENT
+from megatrain.config.schema.resume_class import OPTIMIZER_STATE, SAFE, SCHEDULE, SILENT, STEPS
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
@@ -33,7 +33,7 @@ def _of_elements(optimizer: str, of_others: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
+class OptimizerConfig(Section, on_resume=STEPS, taken_by=EVALUATION):
     """Optimizer: AdamW, SGD, Lion, Muon or SOAP, and gradient clipping."""
 
     optimizer: Literal["adam", "sgd", "lion", "muon", "adaptive_muon", "soap"] = setting(
@@ -75,9 +75,9 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Decay rate of Adam's second moment."""
     adam_eps: float = setting(1e-8, above=0, needs=_ADAM)
     """Epsilon in the denominator of Adam's update."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=_MOMENTS)
+    exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=_MOMENTS, on_resume=SAFE)
     """Storage dtype of the first moment of Adam or Lion. Arithmetic is fp32; bf16 is rounded to nearest."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=_ADAM)
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=_ADAM, on_resume=SAFE)
     """Storage dtype of Adam's second moment."""
     optimizer_cpu_offload: bool = setting(
         False,
@@ -87,10 +87,11 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
             why=", whose GEMMs are too slow on a CPU",
             fix="remove --optimizer-cpu-offload, or use --optimizer adam",
         ),
+        on_resume=SAFE,
     )
     """Keep master weights and optimizer state in host memory and update them on the CPU; transfers overlap with the updates."""
     optimizer_offload_fraction: float = setting(
-        1.0, at_least=0, at_most=1, needs=on("optimizer.optimizer_cpu_offload")
+        1.0, at_least=0, at_most=1, needs=on("optimizer.optimizer_cpu_offload"), on_resume=SAFE
     )
     """With --optimizer-cpu-offload: minimum fraction of a rank's elements to offload; whole buckets (layers), starting with the last."""
     sgd_momentum: float = setting(0.9, at_least=0, below=1, needs=one_of("optimizer.optimizer", "sgd"))
@@ -115,7 +116,9 @@ class OptimizerConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Newton-Schulz iterations of Muon."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = setting("quintic", needs=_MUON)
     """Newton-Schulz coefficients; simple is that of `torch.optim.Muon`."""
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting("medium", needs=_MUON)
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting(
+        "medium", needs=_MUON, on_resume=SAFE
+    )
     """Arithmetic of the Newton-Schulz iterations: bfloat16 (medium), TF32 (high), or float32 (highest)."""
     adaptive_muon_beta2: float = setting(0.95, at_least=0, below=1, needs=_ADAPTIVE)
     """Decay rate of the mean square of adaptive Muon's updates."""
@@ -271,9 +274,10 @@ class PrecisionConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
             conflict("model.transformer_impl", "transformer_engine", fix="use --transformer-impl local"),
             conflict("optimizer.optimizer_cpu_offload", why=": passes do not set scales on the host"),
         ),
+        on_resume=STEPS,
     )
     """Round the weights of linear layers, and their inputs where the format has them, in each forward pass as megatrain quantize --format does, with the gradients of what is not rounded. Not in Megatron-LM."""
-    qat_group_size: int = setting(128, at_least=1, needs=one_of("precision.qat", "int4"))
+    qat_group_size: int = setting(128, at_least=1, needs=one_of("precision.qat", "int4"), on_resume=STEPS)
     """With --qat int4: inputs of a group of weights that share a scale. Not in Megatron-LM."""
     loss_scale: float | None = setting(None, above=0)
     """Static loss scale. none: a dynamic scale with --fp16, else 1."""

@@ -5,7 +5,7 @@ from typing import Final, Literal
 
 from megatrain.config.schema.needs import NCCL, above, conflict, costly, off, on, one_of
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES
-from megatrain.config.schema.resume_class import SAFE, SILENT
+from megatrain.config.schema.resume_class import SAFE, SILENT, STEPS
 from megatrain.config.schema.setting import LAYOUT, Section, setting
 from megatrain.config.schema.values import AUTO
 
@@ -78,7 +78,7 @@ class ParallelConfig(Section, on_resume=SAFE):
         ),
     )
     """For --cp-comm-type a2a+p2p and a2a+all_gather: number of ranks per a2a group, and number of groups."""
-    context_parallel_chunk_means: bool = setting(False, needs=_CONTEXT)
+    context_parallel_chunk_means: bool = setting(False, needs=_CONTEXT, on_resume=STEPS)
     """Average the loss per context-parallel rank first, as Megatron-LM does: with a loss mask, the result depends on the split of samples. Not in Megatron-LM."""
     dynamic_context_parallel: bool = False
     """With --pack-documents: each pack is on as many context ranks as its documents need: groups of 1, 2, 4 ... of the ranks of dp and cp."""

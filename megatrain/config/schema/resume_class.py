@@ -1,6 +1,7 @@
 """The class of a setting: the effect of a change between a checkpoint and the run that resumes it.
 
-    safe      a note                   the parallel layout, intervals, ...
+    safe      a note                   a step computes the same: the parallel layout, intervals, ...
+    noted     a note                   later steps may compute something else, as intended: clipping, dropout, batch size, ...
     silent    nothing                  where to start from and where files are, not what is trained
     consent   a problem, unless a flag allows the change
     refused   a problem                such a run cannot use these weights
@@ -16,7 +17,7 @@ from typing import Any, Final, Literal
 class ResumeClass:
     """Settings whose changes on resume have the same effect."""
 
-    kind: Literal["safe", "silent", "consent", "refused"]
+    kind: Literal["safe", "noted", "silent", "consent", "refused"]
     reason: str = ""
     """The reason why a change is not safe; follows `cannot change on resume, since `."""
     consent: str = ""
@@ -26,11 +27,13 @@ class ResumeClass:
 SHAPE: Final = ResumeClass("refused", "the shape or the meaning of the weights depends on it")
 VOCABULARY: Final = ResumeClass("refused", "the meaning of token ids depends on it")
 FUNCTION: Final = ResumeClass("consent", "the function that the model computes depends on it", "--finetune")
+LOSS: Final = ResumeClass("consent", "the loss that is trained depends on it", "--finetune")
 ORDER: Final = ResumeClass("consent", "the order of samples depends on it", "--finetune")
 OPTIMIZER_STATE: Final = ResumeClass("consent", "the optimizer state depends on it", "--no-load-optim")
 SCHEDULE: Final = ResumeClass(
     "consent", "learning rate and weight decay depend on it", "--override-opt-param-scheduler"
 )
+STEPS: Final = ResumeClass("noted")
 SAFE: Final = ResumeClass("safe")
 SILENT: Final = ResumeClass("silent")
 

@@ -5,7 +5,7 @@ from typing import Final, Literal
 
 from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
 from megatrain.config.schema.needs import NCCL, Need, conflict, contains, differs, either, none_of, on, one_of
-from megatrain.config.schema.resume_class import ORDER, SAFE, SILENT
+from megatrain.config.schema.resume_class import LOSS, ORDER, SAFE, SILENT, STEPS
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
@@ -37,11 +37,12 @@ class TrainingConfig(Section, on_resume=SAFE):
         unit="samples",
         example="1 always works; larger ones use the device better",
         taken_by=EVALUATION,
+        on_resume=STEPS,
     )
     """Samples per forward pass of a model replica."""
-    global_batch_size: int = setting(AUTO, at_least=1, unit="samples", taken_by=EVALUATION)
+    global_batch_size: int = setting(AUTO, at_least=1, unit="samples", taken_by=EVALUATION, on_resume=STEPS)
     """Samples per iteration over all replicas. auto: one micro-batch per replica, or the last entry of --step-batch-size-schedule."""
-    rampup_batch_size: tuple[str, ...] = setting((), taken_by=EVALUATION)
+    rampup_batch_size: tuple[str, ...] = setting((), taken_by=EVALUATION, on_resume=STEPS)
     """Batch size ramp: start size, increment, and number of samples over which the global batch grows to --global-batch-size."""
     step_batch_size_schedule: str | None = setting(
         None,
@@ -51,9 +52,10 @@ class TrainingConfig(Section, on_resume=SAFE):
             conflict(f"training.{other}", why=": both set the batch size")
             for other in ("rampup_batch_size", "decrease_batch_size_if_needed")
         ),
+        on_resume=STEPS,
     )
     """Global batch sizes from given numbers of tokens on, such as '0:768 250B:1536 500B:3072'; K, M, B and T are powers of 1000."""
-    decrease_batch_size_if_needed: bool = setting(False, taken_by=EVALUATION)
+    decrease_batch_size_if_needed: bool = setting(False, taken_by=EVALUATION, on_resume=STEPS)
     """Round the global batch down to a multiple of micro-batch size * data-parallel size. Off: an error."""
     train_iters: int | None = setting(None, at_least=1, taken_by=EVALUATION)
     """Iterations of training. Give this or --train-samples."""
@@ -64,14 +66,15 @@ class TrainingConfig(Section, on_resume=SAFE):
         conflicts=conflict("training.train_iters", why=": both set the length of training"),
     )
     """Samples of training; an incomplete last global batch is dropped (with --step-batch-size-schedule: filled up). Give this or --train-iters."""
-    loss: str | None = None
+    loss: str | None = setting(None, on_resume=LOSS, may_move=True)
     """Function of each token's cross-entropy that is trained in its place: file.py:function or module:function (docs/extending.md). Not in Megatron-LM."""
-    loss_digest: str | None = AUTO
+    loss_digest: str | None = setting(AUTO, on_resume=STEPS)
     """Digest of the file of --loss. auto: computed from the file."""
     calculate_per_token_loss: bool = setting(
         False,
         taken_by=EVALUATION,
         conflicts=conflict("parallel.context_parallel_chunk_means", why=", which averages chunk means"),
+        on_resume=STEPS,
     )
     """Average the loss over all unmasked tokens of an iteration. Off: over its micro-batches, each a mean over its tokens."""
     check_for_nan_in_loss_and_grad: bool = True
@@ -82,7 +85,7 @@ class TrainingConfig(Section, on_resume=SAFE):
     """Warn of a loss above 10 times the largest of the first 100 iterations since start."""
     check_weight_hash_across_dp_replicas_interval: int | None = setting(None, at_least=1)
     """Iterations between comparisons of the weights that several ranks hold; a difference ends the run and names the rank. none: never."""
-    iterations_to_skip: tuple[int, ...] = ()
+    iterations_to_skip: tuple[int, ...] = setting((), on_resume=STEPS)
     """Iterations whose samples are passed over without training, as the number of iterations before each: 0 is the first."""
     seed: int = setting(1234, at_least=0, on_resume=ORDER, taken_by=EVALUATION)
     """Random seed of initial weights and sample order."""
@@ -389,7 +392,7 @@ class ResilienceConfig(Section, on_resume=SAFE):
     """Additional signal, by name or number, that ends the run; SIGTERM, SIGINT and SIGUSR1 always do, and SIGHUP unless it is ignored."""
     on_nan: tuple[str, ...] = ("stop",)
     """Response to a loss or gradient that is infinite or NaN: stop; skip (the step updates nothing); or rewind N: load the newest checkpoint of at least N iterations before, and pass over the samples of the bad iteration. Not in Megatron-LM."""
-    on_spike: tuple[str, ...] = ("warn",)
+    on_spike: tuple[str, ...] = setting(("warn",), on_resume=STEPS)
     """Response to a spike that --check-for-spiky-loss or --check-for-large-grads finds: warn; stop; skip; or rewind N, as for --on-nan. Not in Megatron-LM."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "disabled"
     """validate_results: compute a step that is not finite again, first on the same devices, then, in the resumed run, on others; exit with code 16 (resume on other devices) or 17 (decided: transient or persistent error of a device, or none). A spike that --check-for-spiky-loss or --check-for-large-grads finds is computed again on the same devices. report_stats: compute each step twice and print the largest differences."""

@@ -141,6 +141,8 @@ class Setting:
     """True if the value may be several words on the command line, which are joined by spaces: `0:384 200B:768`."""
     on_resume: ResumeClass = SAFE
     """Effect of a change between a checkpoint and the run that resumes it."""
+    may_move: bool = False
+    """True: a file; another one in its place is noted, as it may be the same at another path."""
     adapts: Callable[[Any, Any], bool] = lambda _stored, _now: False
     """Test of a stored and a new value, for SHAPE: the weights of one model give those of the other."""
     taken_by: str = ""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.config.schema.needs import above, conflict, on, one_of
-from megatrain.config.schema.resume_class import ORDER, SAFE, SHAPE
+from megatrain.config.schema.resume_class import ORDER, SAFE, SHAPE, STEPS
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO
 
@@ -79,7 +79,7 @@ class VisionConfig(Section, on_resume=SHAPE, taken_by=EVALUATION):
     """Every tensor rank holds the whole vision tower and projector and computes a share of the images of a micro-batch, instead of a share of each layer: more memory, and less communication. Context ranks always share images. Not in Megatron-LM."""
     image_token_id: int | None = setting(None, at_least=0, on_resume=SAFE, needs=VLM)
     """Token that stands for a vector of an image in folders of transformers; no text has it. none: <image> of the tokenizer."""
-    freeze_vit: bool = setting(False, on_resume=SAFE, needs=VLM)
+    freeze_vit: bool = setting(False, on_resume=STEPS, needs=VLM)
     """Do not train the vision tower: it has no gradients and no optimizer state. --freeze-ViT in Megatron-LM."""
-    freeze_lm: bool = setting(False, on_resume=SAFE, needs=VLM)
+    freeze_lm: bool = setting(False, on_resume=STEPS, needs=VLM)
     """Do not train the language model. --freeze-LM in Megatron-LM."""

@@ -129,6 +129,9 @@ def parts_read_whole_samples(draft: Draft) -> Problems:
     kinds = dict.fromkeys(type(part) for part in parts if part.needs_whole_samples)
     names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft", "pack_documents")
     given = [flag_of(name) for name in names if getattr(data, name)]
+    removed = [*given]
+    if data.pack_documents and draft.config.parallel.dynamic_context_parallel:
+        removed.append("--dynamic-context-parallel")  # which needs packs
     for kind in kinds:
         is_sparse = issubclass(kind, SparseAttentionSpec)
         words = "--experimental-attention-variant dsa" if is_sparse else f"--spec: {kind.__name__}"
@@ -140,7 +143,7 @@ def parts_read_whole_samples(draft: Draft) -> Problems:
         if given:
             yield Problem(
                 f"{words} is not supported together with {' and '.join(given)}: it reads whole samples, and does not stop at the end of a document",
-                f"remove {' and '.join(given)}",
+                f"remove {' and '.join(removed)}",
             )
 
 

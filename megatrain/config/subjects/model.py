@@ -231,8 +231,6 @@ def _obstacles_to_mlp_chunks(draft: Draft) -> Iterator[tuple[str, str]]:
         yield "--tp-comm-overlap, whose GEMMs are of whole layers", "remove --tp-comm-overlap"
     if config.data.seq_length_schedule is not None:
         yield "--seq-length-schedule, whose pieces have other numbers of rows", remove
-    if config.adapters.lora_rank is not None and config.adapters.lora_dropout > 0:
-        yield f"--lora-dropout {config.adapters.lora_dropout:g}, whose masks are of whole layers", remove
 
 
 @note("cost")

@@ -39,6 +39,21 @@ def num_domain_ranks(draft: Draft) -> int:
     return draft.derived.data_parallel_size * draft.config.parallel.context_parallel_size
 
 
+def without_packs(config: Config) -> str:
+    """Return the fix that removes packs, with the flag that needs them."""
+    dynamic = " and --dynamic-context-parallel" if config.parallel.dynamic_context_parallel else ""
+    return f"remove --pack-documents{dynamic}"
+
+
+def without_depths(draft: Draft) -> str:
+    """Return the fix that removes multi-token prediction, where a flag or the pattern of a hybrid asks for it."""
+    model, removed = draft.config.model, "remove --mtp-num-layers"
+    layers, sign, _ = (model.hybrid_layer_pattern or "").partition("/")
+    if model.model_family != "hybrid" or not sign:
+        return removed
+    return f"use --hybrid-layer-pattern {layers}{f', and {removed}' if draft.is_given('model.mtp_num_layers') else ''}"
+
+
 @derives("parallel.sequence_packing_scheduler")
 def sequence_packing_scheduler(draft: Draft) -> DerivedValue:
     if not draft.config.data.pack_documents:
@@ -159,7 +174,7 @@ def quantities_of_packs(draft: Draft) -> Notes:
 
 def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
     """Yield what packs are not supported with, and the remedies."""
-    config, remove = draft.config, "remove --pack-documents"
+    config, remove = draft.config, without_packs(draft.config)
     model, parallel, training = config.model, config.parallel, config.training
     micro, schedule, comm_types = training.micro_batch_size, parallel.pipeline_schedule, parallel.cp_comm_type
     experts, whole = config.experts, {"sinkhorn", "quantile_balancing", "global_aux_loss"}
@@ -181,7 +196,7 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
          "use --moe-router-load-balancing-type aux_loss, seq_aux_loss or none"),
         (experts.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm, which runs passes of two packs in turn",
          "remove --overlap-moe-expert-parallel-comm"),
-        (model.mtp_num_layers, f"--mtp-num-layers {model.mtp_num_layers}", "remove --mtp-num-layers"),
+        (model.mtp_num_layers, f"--mtp-num-layers {model.mtp_num_layers}", without_depths(draft)),
         (model.attention_dropout, dropout, "use --attention-dropout 0"),
         (draft.derived.transformer_impl != "local", "--transformer-impl transformer_engine", "use --transformer-impl local"),
         (config.precision.fp4_format, f"--fp4-format {config.precision.fp4_format}", "remove --fp4-format"),

@@ -18,11 +18,13 @@ from megatrain.config.plan import Draft
 from megatrain.config.registry import Notes, Problems, note, rule
 from megatrain.config.schema.resume_class import (
     FUNCTION,
+    LOSS,
     OPTIMIZER_STATE,
     ORDER,
     SAFE,
     SCHEDULE,
     SHAPE,
+    STEPS,
     ResumeClass,
 )
 from megatrain.config.schema.tokenizer import is_same_tokenizer
@@ -34,14 +36,14 @@ _MAX_SHOWN: Final = 160
 """Maximum number of characters shown of a value."""
 _MAX_WEIGHTS: Final = 8
 """Maximum number of weights shown."""
+_BALANCING: Final = "experts.moe_router_load_balancing_type"
 _NEW_RUN: Final = "add --finetune and another --save to start a new run from these weights"
 
 
 @rule
 def settings_match_checkpoint(draft: Draft) -> Problems:
     checkpoint = draft.facts.checkpoint
-    for setting, stored, now in _changes(draft):
-        resume_class = _class_of(draft, setting, stored, now)
+    for setting, stored, now, resume_class in _judged(draft):
         kind = resume_class.kind
         if resume_class is SCHEDULE or kind not in ("consent", "refused") or _consent_to(draft, resume_class):
             continue
@@ -70,14 +72,15 @@ def _in_pieces(draft: Draft, setting: Setting, stored: Any, now: Any) -> str:
 def changed_settings(draft: Draft) -> Notes:
     """Yield one note per class of change since the checkpoint, with changes such as `--lr 0.001 -> 0.002`."""
     by_label: dict[str, list[str]] = {}
-    for setting, stored, now in _changes(draft):
-        resume_class = _class_of(draft, setting, stored, now)
-        if resume_class.kind == "silent" or (
+    for setting, stored, now, resume_class in _judged(draft):
+        kind = resume_class.kind
+        if kind == "silent" or (
             resume_class is SCHEDULE and draft.config.schedule.use_checkpoint_opt_param_scheduler
         ):
             continue
-        consent = _consent_to(draft, resume_class) if resume_class.kind == "consent" else ""
-        label = f"allowed by {consent}" if consent else "safe"
+        consent = _consent_to(draft, resume_class) if kind == "consent" else ""
+        unasked = "so that later steps may compute something else" if kind == "noted" else "safe"
+        label = f"allowed by {consent}" if consent else unasked
         change = f"{setting.flag} {_as_text(stored)} -> {_with_unit(setting, now)}"
         by_label.setdefault(label, []).append(change)
     for label, changes in by_label.items():
@@ -85,16 +88,20 @@ def changed_settings(draft: Draft) -> Notes:
 
 
 @rule
-def quantile_balancing_matches_checkpoint(draft: Draft) -> Problems:
-    """Its biases are state of the model, and mean something else than other expert biases."""
-    path, name = "experts.moe_router_load_balancing_type", "quantile_balancing"
-    for changed, stored, now in _changes(draft):
-        if changed.path == path and (name in stored) != (name in now):
-            yield Problem(
-                f"{changed.flag} cannot change to or from {name} on resume, since the model has biases of experts with it:"
-                f" the checkpoint has {_as_text(stored)}, this run {_as_text(now)}",
-                f"use the stored value ({_as_flag(changed, stored)})",
-            )
+def balancing_matches_checkpoint(draft: Draft) -> Problems:
+    """Biases of experts are state of the model, and the scores of sinkhorn another function of the weights."""
+    reasons = {"quantile_balancing": "the model has biases of experts with it"}
+    if not _consent_to(draft, FUNCTION):
+        reasons["sinkhorn"] = "its scores are another function of the router's weights"
+    for changed, stored, now in _changes(draft) if draft.config.experts.num_experts else ():
+        for name, reason in reasons.items():
+            if changed.path == _BALANCING and (name in stored) != (name in now):
+                other = f", or {_NEW_RUN}" if name == "sinkhorn" else ""
+                yield Problem(
+                    f"{changed.flag} cannot change to or from {name} on resume, since {reason}:"
+                    f" the checkpoint has {_as_text(stored)}, this run {_as_text(now)}",
+                    f"use the stored value ({_as_flag(changed, stored)}){other}",
+                )
 
 
 @rule
@@ -220,14 +227,32 @@ def _changes(draft: Draft) -> Iterator[tuple[Setting, Any, Any]]:
             yield setting, before, now
 
 
+def _judged(draft: Draft) -> Iterator[tuple[Setting, Any, Any, ResumeClass]]:
+    """Yield changes with their class. All of the model are safe if they leave it the same: spelled otherwise, or without effect."""
+    checkpoint = draft.facts.checkpoint
+    changes, stored_config = list(_changes(draft)), checkpoint.config if checkpoint else {}
+    of_model = {
+        setting.path: stored_config[setting.section][setting.name]
+        for setting in settings()
+        if setting.on_resume in (SHAPE, FUNCTION) and setting.name in stored_config.get(setting.section, {})
+    }
+    is_same = any(one.path in of_model for one, *_ in changes) and draft.is_same_model(of_model)
+    for setting, stored, now in changes:
+        is_safe = is_same and setting.path in of_model
+        yield setting, stored, now, SAFE if is_safe else _class_of(draft, setting, stored, now)
+
+
 def _class_of(draft: Draft, setting: Setting, stored: Any, now: Any) -> ResumeClass:
     is_learned = draft.config.model.position_embedding_type == "learned_absolute"
     if setting.path == "model.max_position_embeddings" and is_learned:
         return SHAPE
-    if setting.path == "data.dataset" and None not in (stored, now):
-        return SAFE  # the file may move: its digest is compared
+    if setting.may_move and None not in (stored, now):
+        return STEPS
     has_weights = setting.adapts(stored, now) or _takes_new_tokens(draft, setting.path)
-    return FUNCTION if has_weights else setting.on_resume
+    resume_class = FUNCTION if has_weights else setting.on_resume
+    if resume_class.kind == "consent" and not all(need.holds(draft.get) for need in setting.needs):
+        return SAFE  # without effect; what it needs is compared itself
+    return resume_class
 
 
 def adapted_settings(config: Config, stored: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
@@ -257,7 +282,7 @@ def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
     of_evaluation = "--eval-only" if draft.config.training.eval_only else "--skip-train"
     if resume_class is SCHEDULE and not draft.derived.schedule.changes((stored and stored.schedule) or {}):
         return ""  # different settings, same schedule
-    if resume_class is ORDER and draft.config.training.only_evaluates:
+    if resume_class in (LOSS, ORDER) and draft.config.training.only_evaluates:
         return of_evaluation
     if resume_class is SCHEDULE and draft.config.schedule.override_opt_param_scheduler:
         return resume_class.consent

@@ -21,6 +21,15 @@ NO_PAD: Final = -1
 GET_AGAIN: Final = "download or copy the tokenizer again"
 
 
+def hub_fix(path: Path, *, files: str = "") -> str:
+    """Return the end of a fix for a path that does not exist and may be the name of a model on the hub; empty: it is none."""
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) and path.suffix not in {".json", ".model"}
+    if not is_name or path.exists():
+        return ""
+    include = f" --include '{files}'" if files else ""
+    return f"; to use a model of the hub, download it first (hf download {path}{include} --local-dir {path.name})"
+
+
 def tokenizer_folder(config: TokenizerConfig) -> Path | None:
     """Return the folder whose files describe the tokenizer, too.
 

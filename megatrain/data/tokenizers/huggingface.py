@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from megatrain.config.errors import InputError
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.data.tokenizers.files import NO_PAD, Kind, kind_of, read_file, read_json
+from megatrain.data.tokenizers.files import NO_PAD, Kind, hub_fix, kind_of, read_file, read_json
 from megatrain.data.tokenizers.hf_tokenizer import HfTokenizer, known_roles
 from megatrain.data.tokenizers.identity import fingerprint_of, full_fingerprint
 from megatrain.data.tokenizers.special_tokens import NamedTokens, named_tokens, require_named, use_named
@@ -231,12 +230,7 @@ def _require_path(path: Path) -> None:
     if path.exists():
         return
     fix = "give --tokenizer-model a tokenizer.json or a folder with one"
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) and path.suffix not in {".json", ".model"}:
-        fix += (
-            f"; to use a model of the hub, download it first (hf download {path}"
-            f" --include 'tokenizer*' --local-dir {path.name})"
-        )
-    raise InputError(f"{path}: there is no such file", fix=fix)
+    raise InputError(f"{path}: there is no such file", fix=fix + hub_fix(path, files="tokenizer*"))
 
 
 def _is_old_gpt2_format(folder: Path) -> bool:

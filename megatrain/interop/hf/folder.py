@@ -26,6 +26,7 @@ from megatrain.checkpoint.find import OF_MEGATRON, newest_of_megatron
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.tensor_file import MAX_HEADER_BYTES, bytes_of
 from megatrain.config.errors import InputError
+from megatrain.data.tokenizers.files import hub_fix
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 from megatrain.storage.untrusted_json import (
     InvalidError,
@@ -90,6 +91,7 @@ class HfFolder:
             raise InputError(
                 f"{path}: has no {CONFIG_NAME}",
                 fix="name a folder that save_pretrained of transformers wrote"
+                + hub_fix(path)
                 + (f"; {path} has {OF_MEGATRON}" if newest_of_megatron(path) else ""),
             )
         self.config = ConfigFile(path / CONFIG_NAME, self._json(CONFIG_NAME, _MAX_CONFIG_BYTES))

@@ -124,10 +124,19 @@ class AdapterDropout:
         if self.p == 0 or not info.is_training:
             return x
         rows, samples, columns = x.shape
-        tokens = self.split.token_indices(rows, samples, info, x.device)
+        tokens = self._token_indices(rows, samples, info, x.device)
         kept = keep_mask(tokens, self.num_columns, key=self.key, p=self.p)
         kept = kept[..., self.first : self.first + columns]
         return (x * dropout_factor(self.p)).masked_fill(~kept, 0)
+
+    def _token_indices(self, rows: int, samples: int, info: PassInfo, device: torch.device) -> Tensor:
+        """Return the indices of the tokens; of a chunk, those that the whole MLP has for its rows."""
+        if info.chunk is None:
+            return self.split.token_indices(rows, samples, info, device)
+        chunk, count = info.chunk
+        ranks = rows // (chunk.stop - chunk.start)  # whose rows are gathered
+        tokens = self.split.token_indices(count * ranks, samples, info, device)
+        return tokens.view(ranks, count, samples)[:, chunk].flatten(0, 1)
 
     def recompute(self, recompute_fn: functools.partial[Tensor], info: PassInfo) -> functools.partial[Tensor]:
         """Return a `recompute_fn` of `column_linear` that also drops."""

@@ -3,11 +3,14 @@
     forward     chunk 0 | chunk 1 | ...           norm, fc1, activation, fc2; only the inputs are kept
     backward    chunk 0 forward, backward | chunk 1 forward, backward | ...
 
-Each token's result has the bits of the whole MLP's where the GEMMs give a row the same bits in any batch; weight gradients add a sum a chunk.
+Each token's result has the bits of the whole MLP's where the GEMMs give a row the same bits in any batch, and its dropout of adapters the
+same mask; weight gradients add a sum a chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,8 +62,8 @@ class _Chunks(Function):
         ctx.inputs, ctx.mlp, ctx.info = inputs.grad_fn, mlp, info
         ctx.set_materialize_grads(False)
         outputs: list[Tensor] = []
-        for rows in _parts(len(residual), mlp.rows):
-            found = mlp.linears(residual[rows], None if delta is None else delta[rows], info)
+        for rows, part_info in _parts(len(residual), mlp.rows, info):
+            found = mlp.linears(residual[rows], None if delta is None else delta[rows], part_info)
             outputs = outputs or [x.new_empty(len(residual), *x.shape[1:]) for x in found]
             for whole, part in zip(outputs, found, strict=True):
                 whole[rows] = part
@@ -72,10 +75,10 @@ class _Chunks(Function):
         residual, delta = ctx.inputs.saved_tensors
         residual, delta = residual.detach(), None if delta is None else delta.detach()
         dx = torch.empty_like(residual)
-        for rows in _parts(len(residual), ctx.mlp.rows):
+        for rows, info in _parts(len(residual), ctx.mlp.rows, ctx.info):
             x = residual[rows].requires_grad_()  # the gradient of delta is the same
             with torch.enable_grad():
-                outputs = ctx.mlp.linears(x, None if delta is None else delta[rows], ctx.info)
+                outputs = ctx.mlp.linears(x, None if delta is None else delta[rows], info)
                 root = _Root.apply([None if dy is None else dy[rows] for dy in grads], *outputs)
             del outputs
             torch.autograd.backward(root)
@@ -100,5 +103,8 @@ class _Root(Function):
         return None, *ctx.grads
 
 
-def _parts(count: int, rows: int) -> list[slice]:
-    return [slice(first, min(first + rows, count)) for first in range(0, count, rows)]
+def _parts(count: int, rows: int, info: PassInfo) -> Iterator[tuple[slice, PassInfo]]:
+    """Yield the rows of each chunk, and the pass of these rows."""
+    for first in range(0, count, rows):
+        chunk = slice(first, min(first + rows, count))
+        yield chunk, replace(info, chunk=(chunk, count))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatrain.config import ConfigError, Request, parse
-from megatrain.config.environment import LaunchEnvironment, read_environment
+from megatrain.config.environment import LaunchEnvironment, launcher_of, read_environment
 from megatrain.tools.doctor.finding import Finding
 from megatrain.tools.doctor.gpus import check_gpus
 from megatrain.tools.doctor.host import (
@@ -132,8 +132,4 @@ def launch_line(words: Sequence[str], nodes: int) -> str:
     """Return the command that starts the run, on all GPUs of each host."""
     count = max(torch.cuda.device_count(), 1)
     flags = shlex.join(words) or "FLAGS"
-    if nodes == 1:
-        launcher = "python" if count == 1 else f"torchrun --standalone --nproc-per-node {count}"
-    else:
-        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {count} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    return f"{launcher} pretrain.py {flags}"
+    return f"{launcher_of(nodes * count, count)} pretrain.py {flags}"

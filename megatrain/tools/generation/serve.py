@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config.errors import ConfigError, MegatrainError, Problem
+from megatrain.config.schema.training import HF_PREFIX
 from megatrain.inference.leading_engine import LeadingEngine, follow
 from megatrain.inference.service import Service
 from megatrain.inference.texts import TextEngine
@@ -109,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
             follow(TextEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, start), messages)
             return
         engine = LeadingEngine(loaded.model, loaded.tokenizer, plan, process.device, end_ids, messages, start)
-        name = arguments.served_model_name or Path(arguments.load).resolve().name
+        name = arguments.served_model_name or Path(arguments.load.removeprefix(HF_PREFIX)).resolve().name
         host, port = listener.getsockname()[:2]
         process.note(
             f"model {name!r}: http://{f'[{host}]' if ':' in host else host}:{port}/v1/completions and /v1/chat/completions"

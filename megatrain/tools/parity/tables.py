@@ -44,6 +44,7 @@ ADAPTER_ROWS = (
     "tp2 sp cp2 pp2 recomputenorms lora",
     "dp2 pp2 zero3 overlap tied tokens somelora",
     "tp2 groups1 dp4 zero2 uniform gemma2 lora",
+    "tp2 sp cp2 dp2 chunkedmlp lora",
 )
 """Rows with adapters."""
 

@@ -19,6 +19,7 @@ from megatrain.config import InputError, Plan, Problem
 from megatrain.config.cli.command_line import target
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
+from megatrain.config.environment import launcher_of
 from megatrain.config.plan_note import GRADES, by_grade
 from megatrain.tools.port.evaluate import Command, Evaluation, evaluate
 from megatrain.tools.port.launch import (
@@ -28,9 +29,10 @@ from megatrain.tools.port.launch import (
     find_launch,
     slurm_numbers,
     slurm_options,
+    unused_nodes,
     world_size,
 )
-from megatrain.tools.port.surroundings import NODE_GPUS, exported, inner_exports, other_commands, slurm_line
+from megatrain.tools.port.surroundings import exported, inner_exports, other_commands, slurm_line
 from megatrain.tools.port.translate import PortedFlag, Translation, check, from_script, from_yaml, translate
 from megatrain.tools.port.variables import passes_arguments
 from megatrain.tools.port.words import Part, Word, plain, printable, quoted
@@ -263,7 +265,7 @@ def _text(
     size: int,
     given_size: int | None,
 ) -> Iterator[str]:
-    launcher = source.launcher or _launcher(size)
+    launcher = source.launcher or launcher_of(size)
     yield from source.exports
     inner = inner_exports(source.launch) if source.launch else ""
     flags = (flag.line for flag in translation.flags)
@@ -275,18 +277,11 @@ def _text(
         sections["assumed"] = [*sections.get("assumed", ()), line]
     sections["changed"] = [*sections.get("changed", ()), *translation.changed]
     sections["left out"] = [*sections.get("left out", ()), *translation.repeated]
-    sections["with Slurm"] = (
-        list(
-            slurm_line(
-                source.launch,
-                source.slurm,
-                size,
-                is_known=source.world_size is not None or given_size is not None,
-            )
-        )
-        if source.launch
-        else []
-    )
+    if source.launch:
+        idle = unused_nodes(source.launch, source.slurm, size)
+        sections["not certain"] = [*sections["not certain"], *idle]
+        is_known = source.world_size is not None or given_size is not None
+        sections["with Slurm"] = list(slurm_line(source.launch, source.slurm, size, is_known=is_known))
     notes = by_grade((*translation.ignored, *(plan.notes if plan else ())))
     sections |= {GRADES[grade]: those for grade, those in notes.items()}
     for title, lines in sections.items():
@@ -312,9 +307,3 @@ def _wrapped(wrapper: str, command: str) -> str:
         return command
     text = re.sub(r'(["`])', r"\\\1", command)
     return f'{wrapper} "{text}"'
-
-
-def _launcher(size: int) -> str:
-    if size <= NODE_GPUS:
-        return "python" if size == 1 else f"torchrun --nproc-per-node {size}"
-    return f"torchrun --nnodes {-(-size // NODE_GPUS)} --nproc-per-node {NODE_GPUS}"

@@ -90,9 +90,8 @@ def slurm_numbers(options: Mapping[str, str]) -> dict[str, int]:
 
 def world_size(launch: Command, slurm: Mapping[str, str]) -> int | None:
     """Return the number of ranks that the launcher and the #SBATCH lines of a script name; None: it is open."""
-    words = list(_known_words((*launch.wrapper, *launch.launcher), slurm_numbers(slurm)))
-    given = [f"{name}={value}" for name, value in slurm.items()]
-    nodes = _whole(_option([*given, *words], "--nodes", "-N"))
+    given, words = _options_and_words(launch, slurm)
+    nodes = nodes_of_job(launch, slurm)
     per_node = gpus_of_node(launch, slurm)
     if per_node is not None or _option(words, "--nproc-per-node") is not None:
         num_nodes = _option(words, "--nnodes")
@@ -107,10 +106,32 @@ def world_size(launch: Command, slurm: Mapping[str, str]) -> int | None:
     return _product(tasks_per_node, nodes)
 
 
+def unused_nodes(launch: Command, slurm: Mapping[str, str], size: int) -> Iterator[str]:
+    """Yield that a job has more nodes than torchrun needs for its ranks."""
+    per_node, nodes = gpus_of_node(launch, slurm), nodes_of_job(launch, slurm)
+    if per_node and nodes and nodes * per_node > size:
+        yield (
+            f"the job has {nodes} nodes (--nodes), and torchrun starts the {size} ranks of {-(-size // per_node)} (--nnodes): the"
+            f" others are idle, or each trains a run of its own; --world-size {nodes * per_node} ports it for all, and"
+            " scripts/slurm/torchrun.sh starts them"
+        )
+
+
 def gpus_of_node(launch: Command, slurm: Mapping[str, str]) -> int | None:
     """Return the ranks that torchrun starts on a node; None: it is open, or torchrun is not the launcher."""
     words = list(_known_words(launch.launcher, slurm_numbers(slurm)))
     return _whole(_option(words, "--nproc-per-node"))
+
+
+def nodes_of_job(launch: Command, slurm: Mapping[str, str]) -> int | None:
+    """Return the nodes that srun or the job's options name; None: they are open."""
+    given, words = _options_and_words(launch, slurm)
+    return _whole(_option([*given, *words], "--nodes", "-N"))
+
+
+def _options_and_words(launch: Command, slurm: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    words = _known_words((*launch.wrapper, *launch.launcher), slurm_numbers(slurm))
+    return [f"{name}={value}" for name, value in slurm.items()], list(words)
 
 
 def _known_words(words: Sequence[Word], numbers: Mapping[str, int]) -> Iterator[str]:

@@ -31,8 +31,6 @@ CASES = {
          ("--mlp-chunks-for-training", "--tp-comm-overlap"), ("remove --tp-comm-overlap",)),
         ("--mlp-chunks-for-training 2 --seq-length 64 --seq-length-schedule 0:16", "", None,
          ("--mlp-chunks-for-training", "--seq-length-schedule"), ("remove --mlp-chunks-for-training",)),
-        ("--mlp-chunks-for-training 2 --lora-rank 4 --lora-dropout 0.1", "", None,
-         ("--mlp-chunks-for-training", "--lora-dropout 0.1"), ("remove --mlp-chunks-for-training",)),
     ],
     "conflicting_settings": [
         ("--qk-layernorm --qk-layernorm-width all_heads --normalization LayerNorm", "", None,

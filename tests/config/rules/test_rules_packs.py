@@ -14,6 +14,9 @@ STATES = "--experimental-attention-variant gated_delta_net --linear-attention-fr
 """Two heads with states, which do not divide over four ranks."""
 
 
+HYBRID = "--model-family hybrid --hybrid-layer-pattern"
+
+
 def refused(flags, words, remedy, facts=FOUR):
     return (f"{PACKS} {flags}", "", facts, (words, "--pack-documents"), (remedy,))
 
@@ -58,6 +61,10 @@ CASES = {
         refused("--num-experts 4 --disable-bias-linear --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
                 "--overlap-moe-expert-parallel-comm", "remove --overlap-moe-expert-parallel-comm"),
         refused("--mtp-num-layers 1", "--mtp-num-layers 1", "remove --mtp-num-layers"),
+        refused(f"{HYBRID} *-*-/*-", "--mtp-num-layers 1", "use --hybrid-layer-pattern *-*-"),
+        refused(f"{HYBRID} *-*-/*- --mtp-num-layers 1", "--mtp-num-layers 1", "*-*-, and remove --mtp-num-layers"),
+        refused("--model-family vlm --dynamic-context-parallel --img-h 28 --img-w 28 --patch-dim 14", "--model-family vlm",
+                "remove --pack-documents and --dynamic-context-parallel"),
         refused("--attention-dropout 0.1", "--attention-dropout 0.1", "--attention-dropout 0"),
         refused("--fp4-format e2m1", "--fp4-format e2m1", "remove --fp4-format"),
         refused("--cp-comm-type p2p", "--cp-comm-type p2p", "--cp-comm-type a2a or all_gather"),

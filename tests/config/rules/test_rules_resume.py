@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatrain.config import ConfigError, Facts, StoredRun
 from megatrain.config.facts import DatasetFacts
-from megatrain.config.schema.resume_class import SCHEDULE
+from megatrain.config.schema.resume_class import SAFE, SCHEDULE
 from megatrain.config.schema.tree import settings
 from megatrain.config.subjects.data_plans import Evaluations
 
@@ -102,9 +103,10 @@ def test_upcycling_fits_the_dense_model(assert_refused, flags, facts, named, rem
     assert_refused(flags, named, remedy, facts=facts)
 
 
-def test_quantile_balancing_cannot_start_or_end_on_resume(plan_of, assert_refused):
+@pytest.mark.parametrize("name", ["quantile_balancing", "sinkhorn"])
+def test_balancing_by_other_scores_cannot_start_or_end_on_resume(plan_of, problems_of, assert_refused, name):
     flags = f"{BASE} --num-experts 4 --moe-router-load-balancing-type"
-    for before, now in (("quantile_balancing", "none"), ("none", "quantile_balancing")):
+    for before, now in ((name, "none"), ("none", name)):
         config = json.loads(json.dumps(plan_of(f"{flags} {before}").config.to_dict()))
         run = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config)
         assert_refused(
@@ -113,6 +115,14 @@ def test_quantile_balancing_cannot_start_or_end_on_resume(plan_of, assert_refuse
             (f"--moe-router-load-balancing-type {before}",),
             facts=Facts(checkpoint=run),
         )
+        start = Facts(checkpoint=run.weights_only)
+        is_refused = bool(problems_of(f"{flags} {now} --load c --finetune", facts=start))
+        assert is_refused == (name != "sinkhorn")
+
+
+def test_an_evaluation_may_mask_the_loss(plan_of, stored):
+    notes = plan_of(f"{BASE} --load c --skip-train --eod-mask-loss", facts=stored).notes
+    assert "changed since the checkpoint, allowed by --skip-train: --eod-mask-loss off -> on" in notes
 
 
 NULL = "--tokenizer-type NullTokenizer --split 9,1,1"
@@ -283,19 +293,92 @@ def test_layout_learning_rate_and_intervals_may_change(plan_of, stored):
     ]
 
 
+HYBRID = "--model-family hybrid --mamba-num-heads 8 --mamba-head-dim 16 --hybrid-layer-pattern"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_same"),
+    [
+        ("--num-experts 4", "--num-experts 4 --moe-layer-freq ([1]*4)", True),
+        ("--num-experts 4", "--num-experts 4 --moe-layer-freq 2", False),
+        ("--no-rope-freq 2", "--no-rope-freq [0,1]*2", True),
+        ("--no-bias-gelu-fusion", "", True),  # of another activation
+        ("--moe-ffn-hidden-size 32 --moe-router-topk 4", "", True),  # without experts
+        ("--group-query-attention --num-query-groups 4", "", True),
+        ("--group-query-attention --num-query-groups 2", "", False),
+        (f"{HYBRID} M*-M", f"{HYBRID} M*|-M --pipeline-model-parallel-size 2", True),
+        (f"{HYBRID} M*-M", f"{HYBRID} M*M-", False),
+        ("--rotary-base 5e5 --num-experts 4", "--num-experts 4 --moe-layer-freq [1]*4", False),
+    ],
+)
+def test_another_spelling_of_the_same_model_is_safe(plan_of, problems_of, before, now, is_same):
+    config = json.loads(json.dumps(plan_of(f"{BASE} {before}").config.to_dict()))
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config)
+    facts = Facts(checkpoint=stored, world_size=2)
+    assert (problems_of(f"{BASE} {now}", facts=facts) == []) == is_same
+    if is_same:
+        notes = [
+            one for one in plan_of(f"{BASE} {now}", facts=facts).notes if one.startswith("changed since")
+        ]
+        assert len(notes) == 1
+        assert notes[0].startswith("changed since the checkpoint, safe: ")
+
+
+LOSS = "cannot change on resume, since the loss that is trained depends on it"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "report"),
+    [
+        ("--reset-attention-mask", "", f"--reset-attention-mask {LOSS}"),
+        ("", "--eod-mask-loss", f"--eod-mask-loss {LOSS}"),
+        ("--loss a.py:f", "", f"--loss {LOSS}"),
+        ("--loss a.py:f", "--loss b.py:f", "so that later steps may compute something else: --loss a.py:f -> b.py:f"),
+        ("--clip-grad 0.5", "", "so that later steps may compute something else: --clip-grad 0.5 -> 1.0"),
+        ("--reset-position-ids", "", "safe: --reset-position-ids on -> off"),  # without effect with RoPE
+        ("--fim-rate 0.2", "", "safe: --fim-rate 0.2 -> 0.5"),
+        ("--dataset a.py:f", "--dataset b.py:f", "so that later steps may compute something else: --dataset a.py:f -> b.py:f"),
+        ("--tensor-model-parallel-size 2", "", "safe: --tensor-model-parallel-size 2 -> 1"),
+    ],
+)  # fmt: skip
+def test_what_changes_the_loss_is_not_called_safe(plan_of, problems_of, before, now, report):
+    files = dict.fromkeys(("training.loss", "data.dataset"), "1")
+    facts, own_data = Facts(digests=files, world_size=2), "--mock-data" if "--dataset" in before else ""
+    config = json.loads(
+        json.dumps(plan_of(f"{BASE} {before}", without=own_data, facts=facts).config.to_dict())
+    )
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config)
+    facts = dataclasses.replace(facts, checkpoint=stored)
+    problems = problems_of(f"{BASE} {now}", without=own_data, facts=facts)
+    found = problems or plan_of(f"{BASE} {now}", without=own_data, facts=facts).notes
+    assert any(report in one for one in found), found
+
+
 def test_a_resume_class_says_why_and_names_the_flag():
     for resume_class in {setting.on_resume for setting in settings()}:
         assert bool(resume_class.reason) == (resume_class.kind in ("consent", "refused"))
         assert bool(resume_class.consent) == (resume_class.kind == "consent")
 
 
+def has_effect(setting, plan):
+    def value_of(path):
+        section, name = path.split(".")
+        return getattr(plan.derived if section == "derived" else getattr(plan.config, section), name)
+
+    return all(need.holds(value_of) for need in setting.needs)
+
+
 @pytest.mark.parametrize(
     "setting", [one for one in settings() if one.on_resume.kind != "silent"], ids=lambda setting: setting.path
 )
-def test_a_change_is_reported_by_its_class(setting, plan_of):
-    """The checkpoint differs in this setting; any other value is reported."""
-    resume_class = setting.on_resume
+def test_a_change_is_reported_by_its_class(setting, plan_of, monkeypatch):
+    """The checkpoint differs in this setting; any other value is reported, of any type."""
+    monkeypatch.setattr(sys.modules["megatrain.config.resolve"], "_is_same_model", lambda *_: False)
     plan = plan_of(BASE)
+    resume_class = setting.on_resume
+    may_differ = resume_class.kind == "consent" or setting.path == "adapters.lora_target_modules"
+    if may_differ and not has_effect(setting, plan):
+        resume_class = SAFE
     config = json.loads(json.dumps(plan.config.to_dict()))
     is_number = setting.path in (
         "data.seq_length",
@@ -315,6 +398,7 @@ def test_a_change_is_reported_by_its_class(setting, plan_of):
     assert f"{setting.flag} " in report
     assert report.startswith({
         "safe": "changed since the checkpoint, safe:",
+        "noted": "changed since the checkpoint, so that later steps may compute something else:",
         "consent": "changed since the checkpoint, allowed by --override" if resume_class is SCHEDULE else setting.flag,
         "refused": setting.flag,
     }[resume_class.kind])  # fmt: skip
@@ -506,7 +590,7 @@ def test_a_folder_may_have_more_rows_than_the_tokenizer_has_tokens(plan_of):
 TESTED_HERE = (
     "settings_match_checkpoint",
     "custom_layers_go_on",
-    "quantile_balancing_matches_checkpoint",
+    "balancing_matches_checkpoint",
     "upcycling_fits_the_dense_model",
     "data_matches_checkpoint",
     "data_schedule_matches_checkpoint",

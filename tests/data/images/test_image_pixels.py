@@ -59,6 +59,16 @@ def test_images_of_16_bits_are_scaled_and_those_without_a_range_refused() -> Non
             decode(file.getvalue(), "one")
 
 
+@pytest.mark.parametrize("turned", range(1, 9))
+def test_the_orientation_that_a_camera_notes_is_not_applied(turned: int) -> None:
+    """Megatron-Energon reads pixels as they are stored; docs/data.md says so, and how to turn them."""
+    image, file = Image.open(io.BytesIO(picture(3, 2))), io.BytesIO()
+    image.getexif()[274] = turned
+    image.save(file, "png", exif=image.getexif())
+    assert Image.open(io.BytesIO(file.getvalue())).getexif()[274] == turned
+    assert np.array_equal(np.asarray(decode(file.getvalue(), "one")), np.asarray(image))
+
+
 @pytest.mark.parametrize(
     ("width", "height"), [(50, 30), (24, 24), (301, 77), (20, 210), (72, 48), (12, 24), (96, 96)]
 )

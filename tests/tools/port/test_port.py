@@ -167,7 +167,7 @@ def test_a_script_of_experts_keeps_the_variables_of_slurm(port):
 def test_a_yaml_file_becomes_a_command(port):
     code, command, sections = port(SCRIPTS / "arguments.yaml", "DATA=/data")
     assert code == 0
-    assert command.startswith("torchrun --nproc-per-node 2 pretrain.py \\\n")
+    assert command.startswith("torchrun --standalone --nproc-per-node 2 pretrain.py \\\n")
     assert "--data-path /data/text_document \\\n" in command
     assert '--save "${OUTPUT}" \\\n' in command
     assert "--seq-length 1024" in command
@@ -180,7 +180,8 @@ def test_a_yaml_file_becomes_a_command(port):
 
 def test_the_number_of_ranks_can_be_given(port):
     _, command, sections = port(SCRIPTS / "arguments.yaml", "--world-size", "16")
-    assert command.startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain.py")
+    rendezvous = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    assert command.startswith(f"torchrun --nnodes 2 --nproc-per-node 8 {rendezvous} pretrain.py")
     assert "assumed" not in sections
 
 
@@ -204,6 +205,23 @@ def test_the_launcher_names_the_number_of_ranks(port, script, launch, num_ranks)
     assert code == 0
     words = "1 rank," if num_ranks == 1 else f"{num_ranks} ranks,"
     assert any(title.startswith(f"It starts on {words}") for title in sections)
+
+
+@pytest.mark.parametrize(("nnodes", "ranks"), [("", 8), ("--nnodes 1 ", 8), ("--nnodes 3 ", 24)])
+def test_nodes_of_a_job_that_torchrun_does_not_use_are_named(port, script, nnodes, ranks):
+    job = script(
+        f"#SBATCH --nodes=8 --gpus-per-node=8\nsrun torchrun {nnodes}--nproc-per-node 8 pretrain_gpt.py {SMALL}"
+    )
+    _, _, sections = port(job)
+    assert any(title.startswith(f"It starts on {ranks} ranks") for title in sections)
+    (line,) = sections["not certain"]
+    assert f"8 nodes (--nodes), and torchrun starts the {ranks} ranks of {ranks // 8} (--nnodes)" in line
+    assert "--world-size 64" in line
+    _, _, sections = port(job, "--world-size", "64")
+    assert "not certain" not in sections
+    assert sections["with Slurm"][0].startswith(
+        "sbatch --nodes=8 --gpus-per-node=8 scripts/slurm/torchrun.sh"
+    )
 
 
 def test_variables_of_an_inner_shell_stay_its_own(port, script):

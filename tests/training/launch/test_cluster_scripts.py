@@ -43,7 +43,8 @@ def run_script(
         (folder / "runs.txt").write_text("--seed 1\n--seed 2\n")
         words = [str(folder / "runs.txt"), *words]
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | JOB | {"PATH": path, "PYTHONPATH": str(ROOT)} | variables
+    job = JOB | {"SLURM_JOB_NUM_NODES": "1"} if script.stem == "one_node" else JOB
+    environment = os.environ | job | {"PATH": path, "PYTHONPATH": str(ROOT)} | variables
     return subprocess.run(
         ["bash", str(script), *words], check=False, cwd=ROOT, env=environment, capture_output=True, text=True
     )
@@ -88,6 +89,19 @@ def test_a_job_of_torchrun_is_queued_again_only_at_its_time_limit(tmp_path: Path
     if name == "torchrun":
         assert "--nnodes 2 --nproc-per-node 8" in ended.stdout
         assert "--rdzv-endpoint node1:15077" in ended.stdout
+
+
+def test_torchrun_s_job_has_the_rendezvous_of_the_variables(tmp_path: Path) -> None:
+    """As srun.sh, which leaves them to the ranks."""
+    variables = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "6000"}
+    ended = run_script(ROOT / "scripts/slurm/torchrun.sh", tmp_path, "exit 0", [], **variables)
+    assert "--rdzv-endpoint 10.0.0.1:6000" in ended.stdout
+
+
+def test_a_job_of_one_node_on_several_is_an_error(tmp_path: Path) -> None:
+    ended = run_script(ROOT / "scripts/slurm/one_node.sh", tmp_path, "exit 0", [], SLURM_JOB_NUM_NODES="8")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "fix: sbatch --nodes=8 scripts/slurm/torchrun.sh" in ended.stderr
 
 
 def test_an_array_task_without_a_line_is_an_error(tmp_path: Path) -> None:

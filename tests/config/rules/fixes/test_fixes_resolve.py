@@ -17,7 +17,7 @@ from megatrain.config import ConfigError, Facts, Problem, parse, resolve
 from megatrain.config.cli.parse_value import BadValueError, load_value
 from megatrain.config.schema.tree import Setting, settings
 
-HERE = Path(__file__).parent
+RULES = Path(__file__).parents[1]
 MAX_ROUNDS = 3
 NEED_A_USER = frozenset(
     {
@@ -117,7 +117,7 @@ class Edit:
 
 def cases() -> Iterator[tuple[str, str, str, Facts | None]]:
     """Yield name, flags, flags left out, and facts of every broken command line of the tables of rules."""
-    for path in sorted(HERE.rglob("test_rules_*.py")):
+    for path in sorted(RULES.rglob("test_rules_*.py")):
         table = runpy.run_path(str(path)).get("CASES", {})
         for rule, entries in table.items():
             for number, entry in enumerate(entries if isinstance(entries, list) else []):
@@ -267,10 +267,10 @@ def broken_alternatives(given: list[str], facts: Facts) -> Iterator[str]:
                 yield f"{' '.join(given)}: {problem}\n{alternative} -> {end}: {steps[-1]}"
 
 
-def end_of(given: list[str], facts: Facts) -> tuple[str, list[str]]:
+def end_of(given: list[str], facts: Facts, rounds: int = MAX_ROUNDS) -> tuple[str, list[str]]:
     """Apply fixes until the run resolves; return `resolves`, `needs a user` or `does not end`, and the steps."""
     steps: list[str] = []
-    for _ in range(MAX_ROUNDS + 1):
+    for _ in range(rounds + 1):
         problems = problems_of(given, facts)
         if not problems:
             return "resolves", steps
