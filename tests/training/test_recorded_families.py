@@ -24,7 +24,7 @@ from megatrain.config import parse, resolve
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.images.vectors import place_images, vector_tokens
-from megatrain.data.samples.dataset import MaskedSample
+from megatrain.data.samples.dataset import FamilySample
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.parallel.batch import Batch
@@ -351,7 +351,7 @@ def test_samples_of_the_flags_are_the_recorded_ones(case: Case) -> None:
 
 def arrays_of(sample: Any) -> dict[str, Tensor]:
     """Return the arrays of a sample; those of a GPT are fields."""
-    arrays = sample.arrays if isinstance(sample, MaskedSample) else vars(sample)
+    arrays = sample.arrays if isinstance(sample, FamilySample) else vars(sample)
     return {name: torch.from_numpy(x) for name, x in arrays.items() if isinstance(x, np.ndarray)}
 
 
