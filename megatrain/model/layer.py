@@ -177,6 +177,5 @@ def branch_output(part: Part, context: LayerContext) -> BranchOutput:
     if spec.hidden_dropout:
         modules.append(context.builder.dropout(spec.hidden_dropout, f"{name}.hidden"))
     output = BranchOutput(modules)
-    is_apart = context.is_inside or spec.all_layers[context.number].is_parallel
-    output.adds = bool(spec.hidden_dropout) and not is_apart
+    output.adds = context.adds_outputs
     return output

@@ -102,6 +102,12 @@ class LayerContext:
     def norm_position(self) -> NormPosition:
         return self.model.all_layers[self.number].norm_position
 
+    @property
+    def adds_outputs(self) -> bool:
+        """Branches add their output to the residual stream, in the kernel of its dropout."""
+        is_apart = self.is_inside or self.model.all_layers[self.number].is_parallel
+        return bool(self.model.hidden_dropout) and not is_apart
+
     @functools.cached_property
     def output_init(self) -> Init:
         """Initial values of weights whose output is added to the residual stream."""

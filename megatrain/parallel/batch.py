@@ -118,7 +118,6 @@ class PassInfo:
     """See `TokenSplit.shared_token_indices`."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Named sums for the log, such as `lm_loss` (of token losses) and `tokens` (number that count), fp32 or fp64."""
-
     router_metrics: dict[int, Tensor] = field(default_factory=dict)
     """Metrics of the routers of this pass, by layer number: see `model/experts/router.py`."""
     indexer_losses: dict[int, Tensor] = field(default_factory=dict)
