@@ -136,7 +136,9 @@ def _with_trials(draft: Draft, rule: Rule, broken: Kinds, request: Request) -> D
         facts, values = draft.facts, dict(changes)
         if draft.config.parallel.world_size is None and "parallel.world_size" in values:
             facts = replace(facts, world_size=values.pop("parallel.world_size"))  # ranks to start
-        trial, _, wrong_values = _drafted(with_settings(request, values, Origin("flag")), facts)
+        changed = with_settings(request, values, Origin("flag"))
+        removed = {path: value for path, value in values.items() if value is AUTO}
+        trial, _, wrong_values = _drafted(with_settings(changed, removed, Origin("default")), facts)
         now = _kinds(trial, wrong_values)
         new = sum(len(kinds - broken.get(one, frozenset())) for one, kinds in now.items())
         is_mended = bool(broken[rule] - now.get(rule, frozenset()))
