@@ -121,11 +121,8 @@ def _why_gemms_keep_the_workspace(draft: Draft) -> Iterator[str]:
 
 
 def _small_gemms(draft: Draft) -> Iterator[str]:
-    config, spec, tp = (
-        draft.config,
-        draft.derived.model_spec,
-        draft.config.parallel.tensor_model_parallel_size,
-    )
+    config, spec = draft.config, draft.derived.model_spec
+    tp = config.parallel.tensor_model_parallel_size
     if config.data.pack_documents or config.data.seq_length_schedule is not None:
         yield "samples have several lengths"
     length = min(config.data.seq_length, config.model.decoder_seq_length or config.data.seq_length)
