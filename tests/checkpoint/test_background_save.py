@@ -178,7 +178,9 @@ def test_a_writer_that_died_is_replaced_by_the_next_save(
     tmp_path: Path, make_writer: Callable[..., BackgroundWriter]
 ) -> None:
     rank, died = one_rank(seed=3), tmp_path / "died"
-    fault = f"os.path.exists({str(died)!r}) or (os.mkdir({str(died)!r}), os.kill(os.getpid(), signal.SIGKILL))"
+    fault = (
+        f"os.path.exists({str(died)!r}) or (os.mkdir({str(died)!r}), os.kill(os.getpid(), signal.SIGKILL))"
+    )
     writer = make_writer(rank, FAULTY.format(fault=fault))
     writer.begin(a_save(tmp_path, rank, 10))
     with pytest.raises(CheckpointError, match="the next save starts a new process"):
