@@ -256,14 +256,16 @@ def hosts(job: Job) -> Iterator[list[tuple[str, str]]]:
         (f"h{number}-{index}", f"{net}.{index + 1}")
         for index in range(job.num_processes // job.ranks_of_host)
     ]
-    made: list[str] = []
+    undo: list[str] = []
     try:
         ip(f"link add {bridge} type bridge", f"link set {bridge} up")
+        undo.append(f"link delete {bridge}")
         for index, (name, address) in enumerate(names):
             ip(f"netns add {name}")
-            made.append(name)
+            undo.append(f"netns delete {name}")
+            ip(f"link add v{number}-{index} type veth peer name eth0 netns {name}")
+            undo.append(f"link delete v{number}-{index}")  # the kernel would do it later than the next job
             ip(
-                f"link add v{number}-{index} type veth peer name eth0 netns {name}",
                 f"link set v{number}-{index} master {bridge} up",
                 f"-n {name} addr add {address}/24 dev eth0",
                 f"-n {name} link set eth0 up",
@@ -271,9 +273,7 @@ def hosts(job: Job) -> Iterator[list[tuple[str, str]]]:
             )
         yield names
     finally:
-        for name in made:
-            ip(f"netns delete {name}")
-        ip(f"link delete {bridge}")
+        ip(*reversed(undo))
 
 
 def ip(*commands: str) -> None:
