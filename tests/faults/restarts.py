@@ -33,10 +33,8 @@ from faults.restarted_rank import ForkedProcess, fork_process
 from megatrain.checkpoint.find import folder_name
 from megatrain.data.indexed.writer import IndexedWriter
 
-_STUCK_IN_GLOO = re.compile(
-    r"does not leave its generation within --inprocess-hard-timeout[\s\S]*?\nThread [^\n]*\n  File \"[^\"]*/distributed_c10d\.py\""
-)
-"""Gloo misses the end of a connection during a send of a collective now and then; then the rank's process is replaced, too."""
+_STUCK_IN_GLOO = "does not leave its generation within --inprocess-hard-timeout, with 0 connections"
+"""Gloo now and then misses the end of a connection during a send: the rank waits, and its process is replaced, too."""
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("restarted_rank.py")
 ITERATIONS, INTERVAL = 8, 2
@@ -171,7 +169,7 @@ def run_case(job: Job, folder: Path) -> str:
     lines = [line.split() for line in (folder / "processes").read_text().splitlines()]
     first, processes = lines[: job.num_ranks], {pid for _, pid in lines}
     new = len(processes) - len({pid for _, pid in first})
-    stuck = len(_STUCK_IN_GLOO.findall((folder / "log").read_text()))
+    stuck = (folder / "log").read_text().count(_STUCK_IN_GLOO)
     expected = job.num_new + stuck
     require(new == expected, f"{new} processes became ranks later, not {expected}: {lines}")
     shutil.rmtree(folder)
