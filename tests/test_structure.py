@@ -225,7 +225,9 @@ def imports_of_later_training_folders(modules: Mapping[str, Module]) -> list[str
 def _training_place(name: str) -> int | None:
     """Return the place of the subfolder of training/ that contains a module; None: it lies in no subfolder."""
     parts = name.split(".")
-    return TRAINING_ORDER.index(parts[2]) if len(parts) > 3 and parts[1] == "training" else None
+    # The name of a subfolder is the name of its `__init__.py`.
+    is_in_subfolder = len(parts) > 3 or parts[-1] in TRAINING_ORDER
+    return TRAINING_ORDER.index(parts[2]) if is_in_subfolder and parts[1] == "training" else None
 
 
 def global_statements(module: Module) -> list[str]:
@@ -623,6 +625,7 @@ def test_scripts_import_names_that_exist() -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("module", ["megatrain.training.logging.console", "megatrain.training.logging"])
 @pytest.mark.parametrize(
     ("source", "is_found"),
     [
@@ -631,9 +634,9 @@ def test_scripts_import_names_that_exist() -> None:
         ("from megatrain.training.liveness.failure import Failure", False),
     ],
 )
-def test_ways_to_later_training_folders_are_found(source: str, is_found: bool) -> None:
+def test_ways_to_later_training_folders_are_found(module: str, source: str, is_found: bool) -> None:
     sources = {
-        "megatrain.training.logging.console": source,
+        module: source,
         "megatrain.training.engine": "import megatrain.training.faults.policy",
         "megatrain.training.launch.ranks": "",
         "megatrain.training.liveness.failure": "",

@@ -166,12 +166,27 @@ def test_a_writer_that_fails_leaves_older_checkpoints(
     rank = one_rank(seed=3)
     save(tmp_path, rank, 10)
     writer = make_writer(rank, program, verifies=True)
-    for _ in range(2):  # the second save starts a new process
+    for _ in range(2):
         writer.begin(a_save(tmp_path, rank, 20))
         with pytest.raises(CheckpointError, match=f"saving iteration 20 to .*{problem}"):
             writer.commit()
         assert not list(tmp_path.glob("*.tmp-*"))
     assert load(tmp_path, rank).iteration == 10
+
+
+def test_a_writer_that_died_is_replaced_by_the_next_save(
+    tmp_path: Path, make_writer: Callable[..., BackgroundWriter]
+) -> None:
+    rank, died = one_rank(seed=3), tmp_path / "died"
+    fault = (
+        f"os.path.exists({str(died)!r}) or (os.mkdir({str(died)!r}), os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    writer = make_writer(rank, FAULTY.format(fault=fault))
+    writer.begin(a_save(tmp_path, rank, 10))
+    with pytest.raises(CheckpointError, match="the next save starts a new process"):
+        writer.commit()
+    writer.begin(a_save(tmp_path, rank, 20))
+    assert verify(writer.commit()) == []
 
 
 def test_a_link_in_place_of_the_temporary_folder_is_no_checkpoint(

@@ -10,7 +10,7 @@ from faults.crash_states import crash_states
 from faults.hostile import hostile_files
 from faults.kills import kills
 from faults.layouts import layout_pairs
-from faults.restarts import restarts
+from faults.restarts import JOBS, restarts
 from faults.run_time import run_time_faults
 from faults.storage import storage_faults
 
@@ -26,7 +26,7 @@ CLASSES: dict[str, Callable[..., Cases]] = {
     "S": storage_faults,
 }
 """In the order in which they start: those that take longest come first."""
-FULL = {"K": 300, "E": 2000, "C": 5000, "S": ALL, "T": ALL, "X": ALL, "R": ALL, "J": ALL}
+FULL = {"K": 300, "E": 2000, "C": 5000, "S": ALL, "T": ALL, "X": ALL, "R": ALL, "J": len(JOBS)}
 TITLES = {
     "K": "kills",
     "E": "crash states",

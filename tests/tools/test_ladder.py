@@ -308,7 +308,7 @@ def test_a_real_ladder(
     assert "3 runs of 3 sizes and 3 token counts do not determine" in capsys.readouterr().err
 
     monkeypatch.setattr(runs, "MIN_RUNS", 3)
-    monkeypatch.setattr("megatrain.tools.ladder.cli.fit", lambda points: fit([*points, *points_of()]))
+    monkeypatch.setattr("megatrain.tools.ladder.cli.fit_law", lambda points: fit([*points, *points_of()]))
     assert (
         megatrain(
             [

@@ -9,7 +9,7 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,9 @@ from megatrain.config.environment import LaunchEnvironment
 
 BACKLOG: Final = 1 << 15
 """Connections that wait to be accepted; the kernel takes the smaller of this and net.core.somaxconn."""
+
+_ESTABLISHED: Final = b"\1"
+"""State of a connection in TCP_INFO."""
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -56,15 +59,30 @@ def open_sockets() -> dict[str, int]:
     return found
 
 
-def shut_connections(*, opened_before: Collection[str]) -> None:
-    """Shut all TCP connections of this process but earlier ones: all waits for them fail, in every thread.
-
-    Gloo and torch's stores have no other way to end a wait.
-    """
+def connections_since(opened_before: Collection[str]) -> Iterator[socket.socket]:
+    """Yield a duplicate of each TCP connection of this process but earlier ones; it is closed after its turn."""
     for name, descriptor in open_sockets().items():
         if name in opened_before:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
             is_listening = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if one.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
-                one.shutdown(socket.SHUT_RDWR)
+                yield one
+
+
+def shut_connections(*, opened_before: Collection[str]) -> None:
+    """Shut all TCP connections of this process but earlier ones: all waits for them fail, in every thread.
+
+    Gloo and torch's stores have no other way to end a wait.
+    """
+    for one in connections_since(opened_before):
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+
+
+def num_established(*, opened_before: Collection[str]) -> int:
+    """Return how many TCP connections of this process, but earlier ones, carry data in both directions."""
+    states = (
+        one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) for one in connections_since(opened_before)
+    )
+    return sum(state == _ESTABLISHED for state in states)

@@ -38,7 +38,7 @@ from megatrain.process.signals import Signals
 from megatrain.training.liveness.failure import is_final
 from megatrain.training.liveness.launcher_watch import RESTARTED
 from megatrain.training.liveness.rank_watch import RankWatch
-from megatrain.training.liveness.sockets import keep_alive, open_sockets, shut_connections
+from megatrain.training.liveness.sockets import keep_alive, num_established, open_sockets, shut_connections
 from megatrain.training.restarts.launch_bound import LaunchBound, mark_on_gpu
 from megatrain.training.restarts.rendezvous import RECORD_NAME
 
@@ -201,7 +201,8 @@ class Member:
             self._has_left.set()
 
     def _end_hanging(self) -> None:
-        text = "does not leave its generation within --inprocess-hard-timeout: its process is replaced. Its stacks:"
+        count = num_established(opened_before=self._opened_before)
+        text = f"does not leave its generation within --inprocess-hard-timeout, with {count} connections: its process is replaced. Its stacks:"
         print(f"launch rank {self.environment.rank} {text}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback()
         os._exit(RESTARTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -81,8 +82,15 @@ def test_a_step_takes_the_simulated_time_by_the_clocks_of_its_ranks(
 def test_a_slow_network_costs_what_the_simulator_computes(
     pool: WorkerPool, schedule: PipelineSchedule
 ) -> None:
-    """In real time, which needs two idle cores: passes sleep, and so do transfers, in threads."""
-    measured = {posts: min(pool.run(2, steps_of, schedule, posts, RealClock())[0]) for posts in (False, True)}
+    """In real time, which needs two cores: passes sleep, and so do transfers, in threads."""
+    if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+        pytest.skip("other work makes the clock late; the test above computes the same without it")
+
+    def fastest(*, posts: bool) -> float:
+        runs = (pool.run(2, steps_of, schedule, posts, RealClock())[0] for _ in range(4))
+        return min(min(seconds) for seconds in runs)
+
+    measured = {posts: fastest(posts=posts) for posts in (False, True)}
     for posts, seconds in measured.items():
         assert seconds == pytest.approx(simulated(schedule, posts=posts), rel=0.08), f"posts {posts}"
     saved = simulated(schedule, posts=False) - simulated(schedule, posts=True)

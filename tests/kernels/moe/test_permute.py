@@ -59,6 +59,9 @@ def test_rows_are_permuted_and_summed_back(rows_per_expert: int | None) -> None:
     rows[permutation.assignments < 0] = float("nan")  # never read
     num_here = (EXPERTS < 3).sum(1, keepdim=True)
     assert torch.equal(unpermute_rows(rows, permutation), x * num_here)
+    rows = permute_rows(x.fill_(float("nan")), permutation)
+    assert torch.equal(rows.isnan().all(1), permutation.tokens >= 0)
+    assert torch.equal(rows.isnan().any(1), permutation.tokens >= 0)
 
 
 def test_values_are_permuted_and_unpermuted() -> None:
@@ -68,6 +71,10 @@ def test_values_are_permuted_and_unpermuted() -> None:
     assert at_rows.tolist() == [2, 3, 7, 0, 4, 0, 0, 0, 1, 6, 8, 0]
     at_rows[permutation.assignments < 0] = float("nan")
     assert torch.equal(unpermute_values(at_rows, permutation), numbers.masked_fill(EXPERTS >= 3, 0))
+    at_rows.fill_(float("nan"))
+    assert torch.equal(unpermute_values(at_rows, permutation).isnan(), EXPERTS < 3)
+    at_rows = permute_values(numbers.fill_(float("nan")), permutation)
+    assert torch.equal(at_rows.isnan(), permutation.assignments >= 0)
 
 
 def test_sums_of_bf16_rows_accumulate_in_fp32() -> None:

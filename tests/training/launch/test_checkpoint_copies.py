@@ -121,8 +121,17 @@ def test_the_newest_checkpoint_waits_for_a_copy_that_takes_long_and_each_one_for
     copies.abandon()
 
 
+LINEAR = '{"attention":{},"mlp":{"replace_with_linear":true}}'
+
+
 @pytest.mark.parametrize(
-    "flags", [{"--optimizer": "muon"}, {"--geglu": "", "--swiglu": None}, {"--norm-position": "post"}]
+    "flags",
+    [
+        {"--optimizer": "muon"},
+        {"--geglu": "", "--swiglu": None},
+        {"--norm-position": "post"},
+        {"--heterogeneous-layers-config-encoded-json": f'{{"block_configs":[{",".join([LINEAR] * 4)}]}}'},
+    ],
 )
 def test_what_the_format_does_not_hold_is_refused(flags: dict[str, str | None]) -> None:
     words = command_line({**COPIED, "--save": "c", **flags})
