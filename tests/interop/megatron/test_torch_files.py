@@ -115,7 +115,9 @@ def test_other_families_have_the_tensors_of_torch_dist(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("frozen", [{"freeze_LM"}, {"freeze_ViT"}, {"freeze_LM", "freeze_ViT"}], ids=str)
+@pytest.mark.parametrize(
+    "frozen", [("freeze_LM",), ("freeze_ViT",), ("freeze_LM", "freeze_ViT")], ids=" and ".join
+)
 def test_the_optimizer_has_nothing_of_frozen_parts(frozen: set[str], families: Path, tmp_path: Path) -> None:
     with tarfile.open(families / "vlm/llava.ckpt.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
