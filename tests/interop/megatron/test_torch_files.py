@@ -118,7 +118,9 @@ def test_other_families_have_the_tensors_of_torch_dist(
 @pytest.mark.parametrize(
     "frozen", [("freeze_LM",), ("freeze_ViT",), ("freeze_LM", "freeze_ViT")], ids=" and ".join
 )
-def test_the_optimizer_has_nothing_of_frozen_parts(frozen: set[str], families: Path, tmp_path: Path) -> None:
+def test_the_optimizer_has_nothing_of_frozen_parts(
+    frozen: tuple[str, ...], families: Path, tmp_path: Path
+) -> None:
     with tarfile.open(families / "vlm/llava.ckpt.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     source = tmp_path / "llava.ckpt/iter_0000008"
