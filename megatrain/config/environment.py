@@ -24,7 +24,7 @@ DEFAULT_PORT = 29500
 NO_WORKSPACE = ":0:0"
 """CUBLAS_WORKSPACE_CONFIG without a workspace."""
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
-"""Those with which cuBLAS is deterministic; the first has buffers as large as on Hopper by default."""
+"""Values with which cuBLAS is deterministic; the first has buffers as large as on Hopper by default."""
 _WORKSPACE, _WORKSPACE_OF_LT = "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"
 _OWN_WORKSPACE = "MEGATRAIN_CUBLAS_WORKSPACE"
 """Set with `_WORKSPACE` by a rank, and no user: ranks join again after a restart in the job."""

@@ -25,7 +25,7 @@ _UNSUPPORTED = (
 class DistillationConfig(Section, on_resume=SAFE):
     """Distillation: the teacher and its losses."""
 
-    export_kd_teacher_load: str | None = setting(None, conflicts=_UNSUPPORTED, on_resume=LOSS, may_move=True)
+    export_kd_teacher_load: str | None = setting(None, conflicts=_UNSUPPORTED, on_resume=STEPS, may_move=True)
     """Teacher: a folder of checkpoints of megatrain or Megatron-LM, one of its iter_NNNNNNN folders, or hf:FOLDER with a folder of transformers."""
     export_kd_teacher_model_config: str | None = setting(None, needs=on(_TEACHER), on_resume=STEPS)
     """YAML file with settings of the teacher's model, which are compared with those that its checkpoint stores. none: FOLDER/model_config.yaml, if it exists."""

@@ -116,7 +116,7 @@ def _why_gemms_keep_the_workspace(draft: Draft) -> Iterator[str]:
         yield "GEMMs of towers, adapters and routers are small"
     tp = config.parallel.tensor_model_parallel_size
     if derived.world_size > tp or (tp > 1 and not config.parallel.tp_comm_overlap):
-        yield "beside collectives it is no faster"
+        yield "concurrently with collectives it is no faster"
     yield from _small_gemms(draft)
 
 

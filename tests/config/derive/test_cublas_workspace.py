@@ -1,4 +1,4 @@
-"""GEMMs have no workspace where they were measured to be as fast without one; elsewhere the reason is told."""
+"""GEMMs have no workspace where they were measured to be as fast without one; elsewhere the plan has the reason."""
 
 import os
 
@@ -21,8 +21,8 @@ TWO = "--tensor-model-parallel-size 2 --sequence-parallel"
         (f"{TWO} --tp-comm-overlap", {"world_size": 2}, ":0:0", "start earlier"),
         ("--group-query-attention --num-query-groups 2", {}, ":0:0", "start earlier"),
         ("", {"device_capability": (8, 0)}, None, "on Hopper"),
-        (f"{TWO} --no-tp-comm-overlap", {"world_size": 2}, None, "beside collectives"),
-        ("", {"world_size": 2}, None, "beside collectives"),
+        (f"{TWO} --no-tp-comm-overlap", {"world_size": 2}, None, "concurrently with collectives"),
+        ("", {"world_size": 2}, None, "concurrently with collectives"),
         ("", {"device": "cpu", "device_capability": None}, None, "a CPU has none"),
         ("", {"cublas_workspace": ":16:8"}, ":16:8", "CUBLAS_WORKSPACE_CONFIG"),
         ("--deterministic-mode", {}, ":4096:8", "--deterministic-mode"),
