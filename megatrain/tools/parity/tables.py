@@ -235,9 +235,11 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     return not set(stages).isdisjoint(fitting)
 
 
-@_rule_of("optimizer", "model")
+@_rule_of("optimizer", "model", "documents")
 def _lion_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
-    return known["optimizer"] != "lion" or known["model"] not in WITHOUT_LION
+    """Return whether no gradient is 0 up to rounding, as that of a token whose document has no label: its sign is chance."""
+    has_chance = known["model"] in WITHOUT_LION or known["documents"] == "documents"
+    return known["optimizer"] != "lion" or not has_chance
 
 
 def _model_fits(option: str) -> _RuleOfWords:
