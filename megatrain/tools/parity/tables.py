@@ -155,6 +155,7 @@ _BOUND = tuple(
             *_OF_EXPERTS,
             *OF_MODELS,
             *_OF_MTP,
+            "labels",
             *(OPTION_OF[name] for name in sorted(_TIED)),
         ]
     )
@@ -235,11 +236,11 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     return not set(stages).isdisjoint(fitting)
 
 
-@_rule_of("optimizer", "model", "documents")
+@_rule_of("optimizer", "model", "documents", "labels")
 def _lion_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     """Return whether no gradient is 0 up to rounding, as that of a token whose document has no label: its sign is chance."""
-    has_chance = known["model"] in WITHOUT_LION or known["documents"] == "documents"
-    return known["optimizer"] != "lion" or not has_chance
+    has_chance = known["documents"] == "documents" and known["labels"] not in (None, "labelled")
+    return known["optimizer"] != "lion" or not (has_chance or known["model"] in WITHOUT_LION)
 
 
 def _model_fits(option: str) -> _RuleOfWords:
