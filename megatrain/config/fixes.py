@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from megatrain.config.derive.vision import length_setting, sample_length, text_length
 from megatrain.config.plan import Draft
-from megatrain.config.schema.tree import flag_of, settings
+from megatrain.config.schema.tree import flag_of, settings_by_path
 
 Change = Mapping[str, Any]
 """New values by path."""
@@ -66,7 +66,7 @@ def words(change: Change) -> str:
 
 def _flag(path: str, value: object) -> str:
     if isinstance(value, bool):
-        (setting,) = (one for one in settings() if one.path == path)
+        setting = settings_by_path()[path]
         return setting.flag if value else setting.opposite_flag
     return f"{flag_of(path)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 

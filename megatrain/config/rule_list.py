@@ -23,7 +23,7 @@ from megatrain.config.registry import (
     rule,
 )
 from megatrain.config.schema.needs import Need
-from megatrain.config.schema.tree import Setting, flag_of, in_words, settings
+from megatrain.config.schema.tree import Setting, flag_of, in_words, settings, settings_by_path
 from megatrain.config.schema.values import is_resolved
 from megatrain.config.subjects import (
     attention,
@@ -89,7 +89,7 @@ def _value(value: object) -> str:
 
 @rule
 def conflicting_settings(draft: Draft) -> Problems:
-    by_path = {setting.path: setting for setting in settings()}
+    by_path = settings_by_path()
     for setting in by_path.values():
         for one in setting.conflicts:
             given = _given(draft, setting, one.of)

@@ -22,7 +22,7 @@ from megatrain.config.megatron.flags import GivenFlag, aliases, answers, closest
 from megatrain.config.megatron.other_tools import OTHER_TOOLS
 from megatrain.config.plan_note import PlanNote, graded
 from megatrain.config.request import Given, Request
-from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, settings
+from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, settings, settings_by_path
 from megatrain.config.schema.values import INVALID
 
 _FILES: Final = ("--config", "--yaml-cfg")
@@ -160,11 +160,7 @@ def _setting_of(name: str) -> Setting | None:
 def _settings_by_name() -> dict[str, Setting]:
     """Return the settings by path, by flag and by opposite flag."""
     switches = {setting.opposite_flag: setting for setting in settings() if setting.kind is bool}
-    return (
-        switches
-        | {setting.path: setting for setting in settings()}
-        | {setting.flag: setting for setting in settings()}
-    )
+    return switches | dict(settings_by_path()) | {setting.flag: setting for setting in settings()}
 
 
 def _value(setting: Setting, flag: FlagWords, meaning: str | None) -> Any:

@@ -12,7 +12,7 @@ from typing import Final
 from megatrain.config.megatron.flags import MegatronFlag, aliases, megatron_flags
 from megatrain.config.plan import Plan
 from megatrain.config.plan_note import PlanNote
-from megatrain.config.schema.tree import flag_of, in_words, settings
+from megatrain.config.schema.tree import flag_of, in_words, settings_by_path
 
 _LEAST_SHIFT: Final = 5e-4
 """Change of the first loss by padding that the plan names: it prints losses with four digits."""
@@ -154,7 +154,7 @@ def default_differences(plan: Plan) -> Iterator[PlanNote]:
 
 def docs_differences() -> str:
     """Return the differences in Markdown: `megatrain settings --differences`, and a page of the site."""
-    by_path = {setting.path: setting for setting in settings()}
+    by_path = settings_by_path()
     flags = megatron_flags().values()
     lines = [
         "# Differences from Megatron-LM's command line",

@@ -94,8 +94,9 @@ class ModelSpec:
     mtp: MtpSpec | None = None
     """Multi-token prediction; None: none."""
     vision: VisionSpec | None = None
-    lora: LoraSpec | None = None
     """Vision tower and projector, whose vectors stand in the sequence; None: the model reads text alone."""
+    lora: LoraSpec | None = None
+    """Adapters of linear layers; None: all weights are trained."""
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

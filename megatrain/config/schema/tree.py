@@ -235,6 +235,12 @@ def settings() -> tuple[Setting, ...]:
     )
 
 
+@functools.cache
+def settings_by_path() -> Mapping[str, Setting]:
+    """Return all settings by their paths."""
+    return types.MappingProxyType({setting.path: setting for setting in settings()})
+
+
 def settings_of(name: str, section: type[Section]) -> tuple[Setting, ...]:
     """Return the settings of a section, under this name."""
     hints = typing.get_type_hints(section)

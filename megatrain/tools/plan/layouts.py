@@ -16,7 +16,7 @@ from megatrain.config import Plan, Request
 from megatrain.config.derive.vision import sample_length
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.schema.pipeline_schedules import ONE_CHUNK, PIPELINE_SCHEDULES
-from megatrain.config.schema.tree import Setting, settings
+from megatrain.config.schema.tree import Setting, settings_by_path
 from megatrain.config.subjects.experts import (
     GPUS_PER_HOST,
     all_gather_of_tokens,
@@ -236,7 +236,7 @@ class Layout:
     def flags(self, request: Request) -> list[str]:
         """Return the words that give a run this layout, after the words of the request."""
         has_experts = request.known("experts.num_experts") is not None
-        known = {setting.path: setting for setting in settings()}
+        known = settings_by_path()
         words = []
         for path, value in self.settings().items():
             is_given = request.origins[path].kind != "default"

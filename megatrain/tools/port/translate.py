@@ -14,7 +14,7 @@ from megatrain.config.cli.flag_words import FlagWords, is_flag, list_words
 from megatrain.config.megatron.flags import GivenFlag, answer_to, answers
 from megatrain.config.plan_note import PlanNote
 from megatrain.config.request import Given
-from megatrain.config.schema.tree import settings
+from megatrain.config.schema.tree import settings, settings_by_path
 from megatrain.tools.port.words import Part, Word, plain, quoted, without_start
 
 H100: Final = Facts(
@@ -186,7 +186,7 @@ def _with_open_value(problem: Problem, translation: Translation, source: str) ->
 
 def _is_free_text(flag: FlagWords) -> bool:
     """Return whether a flag takes any text, such as a path."""
-    kinds = {setting.path: setting for setting in settings()}
+    kinds = settings_by_path()
     setting = kinds.get(target(flag))
     return setting is None or (setting.kind is str and not setting.choices and not setting.joins_words)
 
