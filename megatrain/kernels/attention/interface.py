@@ -43,6 +43,8 @@ class DistanceBias(NamedTuple):
     """The bucket of each distance, int32 [sq + sk - 1], from 1 - sq on."""
     reach: int
     """Distance from which on the bucket is the same, in each direction."""
+    table_grad: Tensor | None = None
+    """Memory to which a fused backward pass adds the gradient of the table; None: nothing needs it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,8 +86,7 @@ def fused_masked_attention(
         bias: added to scaled scores, in fp32; None: none.
         sums: of the gradients of q, k and v as columns of one tensor, or of q, and of k and v.
     """
-    table, *others = (None, None, 0) if bias is None else bias
-    out: Tensor = _FusedMaskedAttention.apply(q, k, v, table, *others, mask, scale, sums)
+    out: Tensor = _FusedMaskedAttention.apply(q, k, v, bias, mask, scale, sums)
     return out
 
 
@@ -98,26 +97,22 @@ class _FusedMaskedAttention(Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        table: Tensor | None,
-        buckets: Tensor | None,
-        reach: int,
+        bias: DistanceBias | None,
         mask: MaskSpec,
         scale: float,
         sums: Sequence[ColumnSums],
     ) -> Tensor:
-        bias = None if table is None or buckets is None else DistanceBias(table, buckets, reach)
         kept, masks = fused.memory_for_mask(q, k, mask.dropout), fused.prepared(q, k, mask, bias)
         out, lse = fused.forward(q, k, v, mask, scale=scale, softcap=None, bias=bias, kept=kept, masks=masks)
-        ctx.save_for_backward(q, k, v, out, lse, table, buckets, kept, *masks)
-        ctx.reach, ctx.mask, ctx.scale, ctx.sums = reach, mask, scale, sums
+        ctx.save_for_backward(q, k, v, out, lse, kept, *masks)
+        ctx.bias, ctx.mask, ctx.scale, ctx.sums = bias, mask, scale, sums
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, table, buckets, kept, *masks = ctx.saved_tensors
-        bias = None if table is None else DistanceBias(table, buckets, ctx.reach)
-        *found, sums = fused.backward(
-            grads[0], q, k, v, out, lse, ctx.mask, scale=ctx.scale, softcap=None, bias=bias, kept=kept,
+        q, k, v, out, lse, kept, *masks = ctx.saved_tensors
+        *found, dtable, sums = fused.backward(
+            grads[0], q, k, v, out, lse, ctx.mask, scale=ctx.scale, softcap=None, bias=ctx.bias, kept=kept,
             masks=fused.Prepared(*masks), has_sums=bool(ctx.sums),
         )  # fmt: skip
         if sums is not None:
@@ -125,4 +120,6 @@ class _FusedMaskedAttention(Function):
                 ctx.sums, [(x,) for x in sums] if len(ctx.sums) > 1 else [sums], strict=True
             ):
                 left.parts = parts
-        return *found, None, None, None, None, None
+        if dtable is not None and ctx.bias.table_grad is not None:
+            ctx.bias.table_grad.add_(dtable)
+        return *found, None, None, None, None

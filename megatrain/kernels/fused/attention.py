@@ -59,8 +59,10 @@ TILES = {
 
 _BIASED = Tile(64, 128, 4, 2)
 """The tile of `forward` with a bias, for the narrowest heads."""
-_OF_SCORES = Tile(64, 64, 4, 4)
+_OF_SCORES = Tile(64, 64, 4, 3)
 """The tile of `dq` from gradients of scores."""
+_NEAR, _DISTANCES, _NEAR_WARPS = 2048, 128, 2
+"""Values and most distances of a program of `gradients_near`, and its warps."""
 _MARGIN = 128
 """A multiple of the queries and of the keys of all tiles."""
 _MAX_BYTES = 2**30
@@ -234,22 +236,22 @@ def _bias_gradient(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the bias's table, fp32 [buckets, n], from gradients of scores and what `dq_of_scores` wrote to FAR with this tile."""
     (sq, b, n, _), sk, (queries, keys, *_) = q.shape, k.shape[0], tile
-    assert queries % keys == 0, "tiles of queries begin where tiles of keys do"
     assert sq == sk or not mask.is_causal, "as many queries as keys"
-    tiles, num = cdiv(sq, queries), power_of_two(len(bias.table))
-    first = -min((bias.reach + keys - 2) // keys * keys, (tiles - 1) * queries)
-    last = min((bias.reach + queries - 2) // keys * keys, (cdiv(sk, keys) - 1) * keys)
-    last = min(last, queries - keys) if mask.is_causal else last
-    places = (last - first) // keys + 1
-    parts = min(cdiv(PROGRAMS, places * n), b * tiles)
+    # Rows of tiles that are not far, counted from the multiple of 8 at or before a key.
+    step, sides = min(queries, keys), bias.reach + queries + keys - 2
+    first = 0 if mask.is_causal else max(-((sides - keys) // step * step + keys - 8), -sk // 8 * 8)
+    distances = min(sides // step * step, sq) - first
+    block = min(max(power_of_two(distances), 32), _DISTANCES)
+    rows, places, num = _NEAR // block, cdiv(distances, block), power_of_two(len(bias.table))
+    parts = 8 * min(cdiv(PROGRAMS, 8 * places * n), b * cdiv(sk, 8 * rows))
     sums, dtable = far.new_empty(parts, places, n, num), far.new_empty(bias.table.shape)
     launch(
-        kernels.gradients_near, (places, n, parts), scores, tuple(scores.shape[1:]), sums, bias.buckets, first, b, sq, sk, masks.tokens,
-        QUERIES=queries, KEYS=keys, NUM=num, IS_CAUSAL=mask.is_causal, HAS_PADDING=mask.is_token is not None,
+        kernels.gradients_near, (places, n, parts), scores, tuple(scores.shape[1:]), sums, bias.buckets, first // 8, bias.reach, b, sq, sk, masks.tokens,
+        QUERIES=queries, KEYS=keys, ROWS=rows, DISTANCES=block, NUM=num, HAS_PADDING=mask.is_token is not None, num_warps=_NEAR_WARPS,
     )  # fmt: skip
     keep_factor = 1.0 if mask.dropout is None else mask.dropout.factor
     launch(
-        kernels.gradients_of_buckets, (n,), sums, far, bias.buckets, dtable, len(dtable), parts * places, b * tiles, sq + sk - 1, keep_factor,
+        kernels.gradients_of_buckets, (n,), sums, far, bias.buckets, dtable, len(dtable), parts * places, far.numel() // (2 * n), sq + sk - 1, keep_factor,
         NUM=num, BLOCK=64,
     )  # fmt: skip
     return dtable

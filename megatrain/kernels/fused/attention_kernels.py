@@ -410,35 +410,34 @@ def dq_of_scores(
 
 @jit
 def gradients_near(
-    DSCORES, scores_at, SUMS, BUCKETS, first, samples, sq, sk, IS_TOKEN,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, NUM: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr,
+    DSCORES, scores_at, SUMS, BUCKETS, eighths, reach, samples, sq, sk, IS_TOKEN,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, DISTANCES: tl.constexpr, NUM: tl.constexpr, HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Sum gradients of scores by bucket, of tiles whose first key is their first query + `first` + KEYS * place: -> SUMS, fp32 [parts, places, n, NUM]."""
+    """Sum gradients of scores by bucket, of tiles that are not far: -> SUMS, fp32 [parts, places, n, NUM].
+
+    A program reads every eighth key, of each the queries from `8 * eighths` + DISTANCES * place rows after a multiple of 8 on: loads
+    are aligned, and a column of its sums is of one distance.
+    """
     place, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tiles, start = tl.cdiv(sq, QUERIES), first + place * KEYS
-    total = tl.zeros([KEYS, QUERIES], dtype=tl.float32)
-    for number in tl.range(part, samples * tiles, tl.num_programs(2)):
-        sample, start_row = number // tiles, number % tiles * QUERIES
-        row, key = start_row + tl.arange(0, QUERIES), start_row + start + tl.arange(0, KEYS)
-        is_key = (key >= 0) & (key < sk)
-        if HAS_PADDING:
-            is_key = is_key & (
-                tl.load(IS_TOKEN + tl.cast(sample, tl.int64) * sk + key, mask=is_key, other=0) != 0
-            )
-        allowed = is_key[:, None] & (row < sq)[None, :]
-        if IS_CAUSAL:
-            allowed = allowed & (key[:, None] <= row[None, :])
+    residue, tiles = part % 8, tl.cdiv(sk, 8 * ROWS)
+    after = 8 * eighths + place * DISTANCES + tl.arange(0, DISTANCES)
+    total = tl.zeros([ROWS, DISTANCES], dtype=tl.float32)
+    for number in tl.range(part // 8, samples * tiles, tl.num_programs(2) // 8):
+        sample, aligned = number // tiles, (number % tiles * ROWS + tl.arange(0, ROWS)[:, None]) * 8
+        key, row, start_key = aligned + residue, aligned + after[None, :], aligned // KEYS * KEYS
+        near = tl.maximum(start_key + 1 - reach, 0) // QUERIES * QUERIES
+        far = tl.minimum(tl.cdiv(start_key + KEYS - 1 + reach, QUERIES) * QUERIES, scores_at[1])
         of_head = tl.cast(sample, tl.int64) * tl.num_programs(1) + head
-        pointer = _scores_at(DSCORES, scores_at, of_head, start_row, start_row + start, QUERIES, KEYS)
-        total += tl.load(pointer, mask=allowed, other=0).to(tl.float32)
-    distance = start + tl.arange(0, KEYS)[:, None] - tl.arange(0, QUERIES)[None, :]
-    is_distance = (distance > -sq) & (distance < sk)
-    buckets = tl.load(BUCKETS + distance + sq - 1, mask=is_distance, other=-1)
-    sums = tl.zeros([NUM], dtype=tl.float32)
-    lowest = tl.min(tl.min(tl.where(is_distance, buckets, NUM), 1), 0)
-    for bucket in tl.range(lowest, tl.max(tl.max(buckets, 1), 0) + 1):
-        of_bucket = tl.sum(tl.sum(tl.where(buckets == bucket, total, 0), 1), 0)
-        sums = tl.where(tl.arange(0, NUM) == bucket, of_bucket, sums)
+        stored = DSCORES + of_head * scores_at[0] * scores_at[1] + (key * scores_at[1] + row)
+        dscores = tl.load(stored, mask=(key < sk) & (row >= near) & (row < far), other=0).to(tl.float32)
+        is_pair = (row < sq) & (key < sk)
+        if HAS_PADDING:  # whose tiles may not have been stored
+            is_pair = is_pair & _is_token(IS_TOKEN, sample, key, sk)
+        total += tl.where(is_pair, dscores, 0)
+    distance = residue - after
+    bucket = tl.load(BUCKETS + distance + sq - 1, mask=(distance > -sq) & (distance < sk), other=NUM)
+    is_own = bucket[:, None] == tl.arange(0, NUM)[None, :]
+    sums = tl.sum(tl.where(is_own, tl.sum(total, 0)[:, None], 0), 0)
     SUMS += ((part * tl.num_programs(0) + place) * tl.num_programs(1) + head) * NUM
     tl.store(SUMS + tl.arange(0, NUM), sums)
 

@@ -22,6 +22,8 @@ class RelativePositions(ShardedModule):
         is_shared: every pipeline rank holds it.
     """
 
+    weight: Tensor
+
     def __init__(
         self,
         spec: RelativePositionSpec,
@@ -51,10 +53,9 @@ class RelativePositions(ShardedModule):
         return weight[buckets].permute(2, 0, 1).unsqueeze(0)
 
     def bias_of_distances(self, num_queries: int, num_keys: int) -> DistanceBias:
-        """Return the same by distance, with a gradient of the table in fp32."""
-        weight = functions.weight_of(self, "weight")
-        buckets = _buckets_of_distances(self.spec, num_queries, num_keys, weight.device)
-        return DistanceBias(weight, buckets, self.spec.max_distance)
+        """Return the same by distance, for kernels that add the gradient of the table in fp32."""
+        buckets = _buckets_of_distances(self.spec, num_queries, num_keys, self.weight.device)
+        return DistanceBias(self.weight, buckets, self.spec.max_distance, self.weight_grads.get("weight"))
 
 
 @functools.lru_cache(maxsize=8)

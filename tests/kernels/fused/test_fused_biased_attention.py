@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import DistanceBias, MaskSpec
-from megatrain.kernels.attention.masked import eager_masked_attention
+from megatrain.kernels.attention.masked import eager_masked_attention, fused_masked_attention
 from megatrain.kernels.fused import attention
 from megatrain.kernels.fused.attention import Tile, Tiles
 
@@ -112,6 +112,13 @@ def test_a_causal_decoder_with_a_bias(s: int, p: float) -> None:
     check(s, s, MaskSpec(is_causal=True, dropout=rule if p else None), has_bias=True)
 
 
+@pytest.mark.parametrize("reach", [1, 64, 300])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_distances_with_one_bias(reach: int, *, is_causal: bool) -> None:
+    """All but the own token, whole tiles, and none."""
+    check(200, 200, MaskSpec(is_causal=is_causal), has_bias=True, reach=reach)
+
+
 @pytest.mark.parametrize("d", [64, 72])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_head_widths_groups_and_dtypes(d: int, dtype: torch.dtype) -> None:
@@ -136,3 +143,18 @@ def test_gradients_by_group_are_those_of_all_heads(
     rule = RULE.of_block([range(70)], [range(70)])
     monkeypatch.setattr(attention, "_MAX_BYTES", 0)
     check(70, 70, MaskSpec(dropout=rule, is_token=padding(70)), has_bias=has_bias, heads=4, groups=2)
+
+
+def test_layers_add_the_gradient_of_their_table_in_fp32() -> None:
+    dtype, s, reach = torch.bfloat16, 70, 30
+    q, k, v, dout = (drawn(s, B, 2, 16, dtype=dtype, seed=seed) for seed in range(4))
+    buckets = torch.arange(1 - s, s, dtype=torch.int32).clamp(-reach, reach).to(DEVICE) + reach
+    table = drawn(2 * reach + 1, 2, dtype=dtype)
+    bias = DistanceBias(table, buckets, reach, torch.zeros(table.shape, device=DEVICE))
+    for _ in range(2):
+        leaf = q.clone().requires_grad_()
+        fused_masked_attention(leaf, k, v, MaskSpec(), bias=bias, scale=0.3).backward(dout)
+    out, lse = attention.forward(q, k, v, MaskSpec(), scale=0.3, softcap=None, bias=bias)
+    of_one = attention.backward(dout, q, k, v, out, lse, MaskSpec(), scale=0.3, softcap=None, bias=bias).bias
+    assert of_one is not None
+    assert torch.equal(bias.table_grad, 2 * of_one)
