@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
 
 from megatrain.config.model_spec.cross_attention import CrossAttentionSpec
 from megatrain.model import functions
@@ -52,19 +55,40 @@ class LayerWithMemory(TransformerLayer):
         self.tp = tp
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
-        residual, memory = split_memory(hidden, batch, self.tp)
+        residual, memory, passed = _Split.apply(hidden, _rows_of_memory(batch, self.tp))
         delta: Tensor | None = None
         for branch in self.branches:
             if isinstance(branch, CrossAttention):
                 residual, delta = branch(residual, delta, memory, info)
             else:
                 residual, delta = branch(residual, delta, info)
-        return torch.cat((residual if delta is None else residual + delta, memory))
+        return torch.cat((residual if delta is None else residual + delta, passed))
 
 
 def split_memory(hidden: Tensor, batch: Batch, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     """Return this rank's rows of the residual stream, and of the memory."""
-    assert batch.encoder is not None, "the batch of a model with an encoder and a decoder"
-    rows = tp.sequence_rows(batch.encoder.tokens.shape[1])
+    rows = _rows_of_memory(batch, tp)
     stream, memory = hidden.split([hidden.shape[0] - rows, rows])
     return stream, memory
+
+
+def _rows_of_memory(batch: Batch, tp: TensorParallel) -> int:
+    assert batch.encoder is not None, "the batch of a model with an encoder and a decoder"
+    return tp.sequence_rows(batch.encoder.tokens.shape[1])
+
+
+class _Split(Function):
+    """[stream | memory] -> stream, and the memory twice; the backward pass adds its two gradients where they are stored."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG004
+        stream, memory = hidden.split([hidden.shape[0] - rows, rows])
+        return stream, memory, memory.view_as(memory)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dstream: Tensor, dmemory: Tensor, dpassed: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        dhidden = dstream.new_empty(len(dstream) + len(dmemory), *dstream.shape[1:])
+        dhidden[: len(dstream)] = dstream
+        torch.add(dmemory, dpassed, out=dhidden[len(dstream) :])
+        return dhidden, None
