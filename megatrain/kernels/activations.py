@@ -36,6 +36,8 @@ class Activation:
     """Constant added to `up`."""
     dx_sums: ColumnSums | None = field(default=None, compare=False)
     """The backward pass leaves the column sums of the gradient of x there."""
+    is_recomputed: bool = False
+    """A linear layer that applies it does not save its result: the backward pass computes it again, with the gradient."""
 
     @property
     def kernel_args(self) -> tuple[str, bool, float | None, float]:

@@ -102,7 +102,8 @@ class Mlp(nn.Module):
             keeps_norm=context.recompute.has_part("mlp") or context.recompute.mlp_rows is not None,
         )
         weights = context.row_weights(fc2, has_bias=spec.has_bias)
-        self.fc2 = context.builder.activation_row_linear(spec, weights)
+        recompute = context.recompute.has_part("mlp_act")
+        self.fc2 = context.builder.activation_row_linear(spec, weights, recompute_activation=recompute)
         self.output = branch_output(spec, context)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor | None]:

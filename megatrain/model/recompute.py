@@ -33,7 +33,7 @@ class Recompute:
     mlp_rows: int | None = None
     """Most rows of the residual stream that a dense MLP computes at once: see `implementations/mlp_chunks.py`; None: all."""
     parts: tuple[str, ...] = ()
-    """`core_attn`, `mlp`, `layernorm`; `mla_up_proj` with latents; `moe` and `shared_experts` with experts."""
+    """`core_attn`, `mlp`, `mlp_act`, `layernorm`; `mla_up_proj` with latents; `moe` and `shared_experts` with experts."""
 
     def has_part(self, name: str) -> bool:
         """Return whether this part of every layer is recomputed."""

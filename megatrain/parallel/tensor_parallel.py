@@ -169,8 +169,6 @@ def row_linear(
 ) -> Tensor:
     """y = activation(x) W^T + bias with the columns of W split over tp, summed over the ranks.
 
-    A fused activation is not kept: the backward pass recomputes it together with its gradient.
-
     Args:
         x: [s, b, i/tp], or [s, b, 2 i/tp] with a gated activation.
         weight: this rank's columns, [o, i/tp].
@@ -301,7 +299,7 @@ class _Linear(Function):
         returns_partial_sums: bool,
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
-        ctx.is_recomputed = activation is not None and is_fused(x)
+        ctx.is_recomputed = activation is not None and activation.is_recomputed
         ctx.save_for_backward(x, weight, None if ctx.is_recomputed else y)
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
         ctx.returns_partial_sums = returns_partial_sums
@@ -316,11 +314,11 @@ class _Linear(Function):
         x, w, y = ctx.saved_tensors
         peers, dy = ctx.tp.peers, grads[0][0] if ctx.returns_partial_sums else grads[0]
         dy, dx = (dy, torch.matmul(dy, w)) if peers is None else gemms.all_gather_gemm(dy, w, peers)
-        if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x: nothing else reads them
+        if ctx.is_recomputed:  # y takes the memory of dx, and dx below that of x: nothing else reads them
             y = dx
         if ctx.activation is not None:
-            out, is_last = (y, True) if ctx.is_recomputed else (None, False)
-            dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
+            out = y if ctx.is_recomputed else None
+            dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_fused(x))
         rows = _until_accumulated(dy, ctx.tp, ctx.info)
         _accumulate_weight_gradient(ctx.weight_grad, rows, y, ctx.info, may_be_late=ctx.tp.size == 1)
         accumulate_bias_gradient(ctx.bias, dy)

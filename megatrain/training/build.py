@@ -372,9 +372,11 @@ def _recompute(plan: Plan) -> Recompute:
         layers = training.recompute_num_layers or 1
         return Recompute(kind=training.recompute_method, num_layers=layers, mlp_rows=mlp_rows)
     is_selective = training.recompute_granularity == "selective" or training.recompute_activations
-    parts = (training.recompute_modules or ("core_attn",)) if is_selective else ()
+    parts: tuple[str, ...] = (training.recompute_modules or ("core_attn",)) if is_selective else ()
     if training.recompute_norms:
         parts += ("layernorm",)
+    if training.recompute_mlp_act:
+        parts += ("mlp_act",)
     return Recompute(kind="parts" if parts else "none", parts=parts, mlp_rows=mlp_rows)
 
 

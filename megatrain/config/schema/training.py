@@ -4,7 +4,18 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
-from megatrain.config.schema.needs import NCCL, Need, conflict, contains, differs, either, none_of, on, one_of
+from megatrain.config.schema.needs import (
+    NCCL,
+    Need,
+    conflict,
+    contains,
+    differs,
+    either,
+    none_of,
+    off,
+    on,
+    one_of,
+)
 from megatrain.config.schema.resume_class import LOSS, ORDER, SAFE, SILENT, STEPS
 from megatrain.config.schema.setting import EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -192,6 +203,14 @@ class TrainingConfig(Section, on_resume=SAFE):
         ),
     )
     """Recompute norms that precede linear layers, as --recompute-modules layernorm does. auto: on GPUs for wide models, where the cost is small, unless something else is recomputed. Not in Megatron-LM."""
+    recompute_mlp_act: bool = setting(
+        AUTO,
+        needs=(
+            none_of("training.recompute_granularity", "full", why=", which recomputes whole layers"),
+            off("precision.fp8_format", words="with {}, whose layers save its input"),
+        ),
+    )
+    """Recompute the activation of MLPs and shared experts instead of saving its result. auto: on GPUs for wide models, where the cost is small, unless MLPs are recomputed anyway. Not in Megatron-LM."""
     mlp_chunks_for_training: int = setting(AUTO, at_least=1)
     """Chunks of a dense MLP's tokens, computed one after the other and again in the backward pass: wide tensors of one chunk are in memory at a time. auto: recomputed MLPs of at least 32,768 tokens on a rank have chunks of 16,384 or more; other ones are computed whole."""
     cpu_offloading_num_layers: int = setting(0, at_least=0)

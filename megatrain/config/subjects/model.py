@@ -25,8 +25,8 @@ from megatrain.config.schema.tree import flag_of
 from megatrain.config.subjects.model_spec import given_activations, output_multiplier
 
 _WITHOUT_MUP: Final = "--use-mup is off"
-_MAX_NORMS_PERCENT: Final = 0.5
-"""Largest part of a step that recomputed norms may take by default."""
+_MAX_PERCENT: Final = 0.5
+"""Largest part of a step that the recomputation of norms, and that of activations, may take by default."""
 _FLOPS_PER_BYTE: Final = 600 / 4
 """Matrix FLOPs of a Hopper GPU in the time of moving a byte, both at the rates of training (docs/benchmarks.md)."""
 CHUNK_TOKENS: Final = 1 << 14
@@ -186,16 +186,36 @@ def recompute_norms(draft: Draft) -> DerivedValue:
         return DerivedValue(False, "something else is recomputed")
     if draft.derived.fp8_layers:
         return DerivedValue(False, "FP8 layers save one byte per element of the outputs of norms")
-    percent = percent_of_norms(model.hidden_size)
-    cost = f"about {percent:.1f} % of a step at --hidden-size {model.hidden_size}"
-    if percent > _MAX_NORMS_PERCENT:
+    return _worth_it(draft, 8 * model.hidden_size, "the outputs of two norms per layer")
+
+
+@derives("training.recompute_mlp_act")
+def recompute_mlp_act(draft: Draft) -> DerivedValue:
+    training, model = draft.config.training, draft.config.model
+    if training.device != "cuda":
+        return DerivedValue(False, "not on a GPU")
+    if draft.derived.transformer_impl != "local":
+        return DerivedValue(False, "Transformer Engine keeps what its activations return")
+    if training.recompute_granularity == "full" or "mlp" in training.recompute_modules:
+        return DerivedValue(False, "MLPs are recomputed anyway")
+    if draft.derived.fp8_layers:
+        return DerivedValue(False, "FP8 layers save its input")
+    return _worth_it(draft, 2 * model.ffn_hidden_size, "the result of the activation in each MLP")
+
+
+def _worth_it(draft: Draft, num_bytes: int, what: str) -> DerivedValue:
+    """Return whether recomputation that moves so many bytes a token in a layer costs little, and saves `what`."""
+    hidden_size = draft.config.model.hidden_size
+    percent = percent_of_layer(num_bytes, hidden_size)
+    cost = f"about {percent:.1f} % of a step at --hidden-size {hidden_size}"
+    if percent > _MAX_PERCENT:
         return DerivedValue(False, f"that would take {cost}")
-    return DerivedValue(True, f"it takes {cost} and saves the outputs of two norms per layer")
+    return DerivedValue(True, f"it takes {cost} and saves {what}")
 
 
-def percent_of_norms(hidden_size: int) -> float:
-    """Return the time of two more norms in percent of a layer's: 8 h bytes per token, against 6 FLOPs for each of 12 h^2 weights."""
-    return 100 * 8 * hidden_size * _FLOPS_PER_BYTE / (72 * hidden_size**2)
+def percent_of_layer(num_bytes: int, hidden_size: int) -> float:
+    """Return the time of moving so many bytes a token in percent of a layer's: 6 FLOPs for each of 12 h^2 weights."""
+    return 100 * num_bytes * _FLOPS_PER_BYTE / (72 * hidden_size**2)
 
 
 @derives("training.mlp_chunks_for_training")

@@ -62,7 +62,7 @@ _NOT_THERE: Final = frozenset(
     attention_backend model_family spec spec_digest norm_position qk_layernorm_width softmax_scale z_loss_coeff embedding_multiplier
     attn_logit_softcapping final_logit_softcapping context_parallel_chunk_means pipeline_schedule data_cache_path
     data_parallel_sharding_strategy use_distributed_optimizer overlap_grad_reduce overlap_param_gather distributed_backend
-    compile device dry_run eval_at_start require_parity recompute_norms recompute_activations transformer_impl
+    compile device dry_run eval_at_start require_parity recompute_norms recompute_mlp_act recompute_activations transformer_impl
     moe_router_group_score_topk overlap_p2p_communication train_data_path valid_data_path test_data_path num_workers
     te_precision_config_file te_precision_config_digest dataset dataset_digest loss loss_digest callbacks callbacks_digest
     """.split()

@@ -38,9 +38,9 @@ class SharedExpert(ShardedModule):
         has_bias, model = spec.shared.has_bias, context.model
         fc1, fc2 = spec.linears_of("mlp.shared", model.hidden_size)
         self.fc1 = context.column_linear(fc1, None, has_bias=has_bias, keeps_norm=True)
-        self.fc2 = context.builder.activation_row_linear(
-            spec.shared, context.row_weights(fc2, has_bias=has_bias)
-        )
+        weights = context.row_weights(fc2, has_bias=has_bias)
+        recompute = context.recompute.has_part("mlp_act")
+        self.fc2 = context.builder.activation_row_linear(spec.shared, weights, recompute_activation=recompute)
         if spec.has_shared_gate:
             name, init = f"{context.name(spec)}.shared_gate.weight", Init(std=model.init_std)
             layout = router_layout(name, 1, model.hidden_size, init, context.tp)

@@ -121,9 +121,12 @@ class LocalBuilder:
     def row_linear(self, linear: LinearLayout) -> RowLinear:
         return self.row(linear, self.tp, self.dtype, self.fp8_linear(linear))
 
-    def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear:
+    def activation_row_linear(
+        self, spec: MlpSpec, linear: LinearLayout, *, recompute_activation: bool = False
+    ) -> RowLinear:
+        """Build it. `recompute_activation`: its result is not saved; the backward pass recomputes it."""
         layer = self.row(linear, self.tp, self.dtype, self.fp8_linear(linear))
-        layer.activation = activation_of(spec)
+        layer.activation = dataclasses.replace(activation_of(spec), is_recomputed=recompute_activation)
         return layer
 
     def fp8_linear(self, linear: LinearLayout) -> Fp8Linear | None:

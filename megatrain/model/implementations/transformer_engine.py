@@ -65,9 +65,11 @@ class TransformerEngineBuilder(LocalBuilder):
         """Return whether `local` overlaps the product of a layer with its communication."""
         return self.tp.peers is not None and self.recipe_of(linear) is None
 
-    def activation_row_linear(self, spec: MlpSpec, linear: LinearLayout) -> RowLinear:
+    def activation_row_linear(
+        self, spec: MlpSpec, linear: LinearLayout, *, recompute_activation: bool = False
+    ) -> RowLinear:
         if self._overlaps(linear):
-            return super().activation_row_linear(spec, linear)
+            return super().activation_row_linear(spec, linear, recompute_activation=recompute_activation)
         is_plain = spec.activation_fn is None and spec.clamp is None and not spec.offset
         if is_plain and spec.activation in _ACTIVATIONS:
             ops = library().ops
@@ -77,7 +79,7 @@ class TransformerEngineBuilder(LocalBuilder):
             return TERowLinear(
                 self, linear, functools.partial(apply_activation, activation=activation_of(spec))
             )
-        return super().activation_row_linear(spec, linear)
+        return super().activation_row_linear(spec, linear, recompute_activation=recompute_activation)
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         if self.attention != "transformer_engine":

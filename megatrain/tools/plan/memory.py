@@ -199,7 +199,8 @@ def _part_bytes(workload: Workload, layout: Layout, part: Part) -> float:
         return _attention_bytes(layout, part)
     if isinstance(part, MlpSpec):
         gate = 2 if part.is_gated else 1
-        return 0.0 if "mlp" in layout.modules else 2 * gate * part.ffn_hidden_size / layout.tp
+        kept = gate + (not workload.plan.config.training.recompute_mlp_act)
+        return 0.0 if "mlp" in layout.modules else 2 * kept * part.ffn_hidden_size / layout.tp
     if isinstance(part, ExpertsSpec):
         return _expert_bytes(workload, layout, part)
     linears = list(part.linears(workload.hidden))

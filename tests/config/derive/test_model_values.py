@@ -8,7 +8,7 @@ import pytest
 from megatrain.config import Facts, ModelConfig, parse, resolve
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.subjects.data import padded_vocabulary
-from megatrain.config.subjects.model import percent_of_norms
+from megatrain.config.subjects.model import percent_of_layer
 from megatrain.config.subjects.model_spec import describe_model
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -140,6 +140,27 @@ def test_the_default_depends_on_the_cost(flags, device, expected):
     assert plan(flags, device).config.training.recompute_norms is expected
 
 
+@pytest.mark.parametrize(
+    ("flags", "device", "expected"),
+    [
+        ("--hidden-size 4096 --ffn-hidden-size 14336 --swiglu", "cuda", True),
+        ("--hidden-size 4096 --ffn-hidden-size 14336 --swiglu --recompute-activations", "cuda", True),
+        ("--hidden-size 2048", "cuda", False),
+        ("--hidden-size 2048 --recompute-mlp-act", "cuda", True),
+        ("--hidden-size 4096 --no-recompute-mlp-act", "cuda", False),
+        ("--hidden-size 4096", "cpu", False),
+        ("--hidden-size 4096 --recompute-granularity selective --recompute-modules mlp", "cuda", False),
+        (
+            "--hidden-size 4096 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "cuda",
+            False,
+        ),
+    ],
+)
+def test_activations_are_recomputed_where_that_costs_little(flags, device, expected):
+    assert plan(flags, device).config.training.recompute_mlp_act is expected
+
+
 def test_a_note_has_the_cost_and_the_flag_against_it():
     (note,) = [note for note in plan("--hidden-size 4096").notes if "norms are recomputed" in note]
     assert "about 0.4 % of a step at --hidden-size 4096" in note
@@ -149,5 +170,5 @@ def test_a_note_has_the_cost_and_the_flag_against_it():
 
 
 def test_the_cost_is_smaller_in_wider_models():
-    assert percent_of_norms(4096) == pytest.approx(0.41, abs=0.01)
-    assert percent_of_norms(8192) == pytest.approx(percent_of_norms(4096) / 2)
+    assert percent_of_layer(8 * 4096, 4096) == pytest.approx(0.41, abs=0.01)
+    assert percent_of_layer(8 * 8192, 8192) == pytest.approx(percent_of_layer(8 * 4096, 4096) / 2)

@@ -45,7 +45,7 @@ def test_a_step_that_does_not_fit_ends_in_one_message(tmp_path: Path) -> None:
     assert "GB asked for in host memory; held: " in errors
     assert "its limits (ulimit -v, ulimit -d) leave" in errors
     assert "the plan keeps" in errors
-    assert "a smaller --micro-batch-size, --recompute-activations" in errors
+    assert "a smaller --micro-batch-size, --recompute-mlp-act, --recompute-activations" in errors
 
 
 def plan_on(device: str) -> Plan:
