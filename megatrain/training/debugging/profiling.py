@@ -2,6 +2,9 @@
 
 iteration ... 10 | 11 | 12 | 13 ...        --profile-step-start 10 --profile-step-end 12 profiles 11 and 12
 
+On a GPU the recording begins one iteration earlier, before which the host waits: the table leaves it out, since its kernels wait for
+the host more than those of other iterations.
+
 A run that ends before iteration 12, also by an exception, writes the trace recorded so far and reports that.
 """
 
@@ -15,11 +18,11 @@ from pathlib import Path
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import emit_nvtx
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatrain.config import Plan
 from megatrain.config.errors import InputError
-from megatrain.training.debugging.trace_summary import ITERATIONS, read_trace
+from megatrain.training.debugging.trace_summary import FIRST_ITERATION, ITERATIONS, read_trace
 
 _MAX_SYNCHRONIZE_SECONDS = 30.0
 """Timeout of a failed rank that waits for its GPU, which may itself wait for another rank."""
@@ -50,6 +53,9 @@ class Profiling:
         self._profile: profile | None = None
         self._is_recording = False
         self._has_ranges = logging.nvtx_ranges and self._device == "cuda"
+        has_queue = self._device == "cuda" and not self._has_ranges and self._first > start + 1
+        self._begin = self._first - has_queue
+        """The first iteration that is recorded."""
         self._ranges: emit_nvtx | None = None
         self._history: Path | None = None
         if logging.record_memory_history and self._device == "cuda" and rank in ranks:
@@ -68,12 +74,15 @@ class Profiling:
 
     def is_boundary(self, iteration: int) -> bool:
         """Return whether any rank's profiling starts or ends after this iteration."""
-        return self._logging.profile and iteration in (self._first - 1, self._last)
+        return self._logging.profile and iteration in (self._begin - 1, self._last)
 
     def before_iteration(self, iteration: int) -> None:
-        """Start the profiler if `iteration` is the first one to profile."""
+        """Start the profiler if `iteration` is the first one to record, and mark the first one to profile."""
         self._newest = iteration
-        if self._is_profiled_rank and iteration == self._first <= self._last:
+        if self._is_recording and iteration == self._first:
+            with record_function(FIRST_ITERATION):
+                return
+        if self._is_profiled_rank and iteration == self._begin and self._first <= self._last:
             self._synchronize()
             if self._has_ranges:
                 torch.cuda.profiler.start()
@@ -117,6 +126,7 @@ class Profiling:
             return None
         why = reason or "the run is done"
         if self._newest < self._first:
+            self._stop()
             return f"> nothing was profiled: {why} at iteration {self._newest}, and --profile-step-start is {self._first - 1}"
         return self._written(self._cut_short(why))
 
@@ -130,6 +140,9 @@ class Profiling:
             if self._profile is None:
                 return None
             self._synchronize_with_timeout()
+            if self._newest < self._first:
+                self._stop()
+                return None
             return self._written(self._cut_short(type(error).__name__))
         except Exception as problem:  # noqa: BLE001 (the user has to see `error`)
             return (

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import gzip
 import json
+import math
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from megatrain.config.errors import InputError
 
 ITERATIONS = "profiled_iterations"
 """Key of the first and last iteration in a trace."""
+FIRST_ITERATION = "first profiled iteration"
+"""Range at whose start the profiled iterations begin; without it all kernels count."""
 _SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls in which the host waits for the GPU. A copy to pageable memory waits, too, and appears as cudaStreamSynchronize."""
 _OUTSIDE = "elsewhere"
@@ -136,16 +139,20 @@ def _content(file: Path) -> bytes:
 def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int) -> TraceSummary:
     """Return the summary of the events of a Chrome trace of torch's profiler."""
     spans = [event for event in events if event.get("ph") == "X"]
-    kernels = sorted(
-        (event for event in spans if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")),
-        key=lambda event: event["ts"],
-    )
+    begin = max((event["ts"] for event in spans if event["name"] == FIRST_ITERATION), default=-math.inf)
     calls = [event for event in spans if event.get("cat") in ("cuda_runtime", "cuda_driver")]
     launched = {
         event["args"]["correlation"]: event["ts"] for event in calls if "correlation" in event["args"]
     }
+
+    def launch(kernel: Mapping[str, Any]) -> float:
+        time: float = launched.get(kernel["args"].get("correlation"), kernel["ts"])
+        return time
+
+    kernels = [event for event in spans if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    kernels = sorted((one for one in kernels if launch(one) >= begin), key=lambda event: event["ts"])
     ranges = _Ranges([event for event in spans if event.get("cat") == "user_annotation"])
-    parts = [ranges.at(launched.get(kernel["args"].get("correlation"), kernel["ts"])) for kernel in kernels]
+    parts = [ranges.at(launch(kernel)) for kernel in kernels]
     longest: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         longest[kernel["name"]] += kernel["dur"] / 1000
@@ -157,7 +164,9 @@ def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int) -> TraceSu
         parts=times,
         kernels=[(name, counts[name], longest[name]) for name in top],
         traffic=_traffic(kernels, exposed),
-        host_waits=dict(Counter(call["name"] for call in calls if call["name"] in _SYNCHRONIZING)),
+        host_waits=dict(
+            Counter(call["name"] for call in calls if call["name"] in _SYNCHRONIZING and call["ts"] >= begin)
+        ),
     )
 
 
@@ -237,7 +246,7 @@ class _Ranges:
     """Lookup of the host's innermost range by time."""
 
     def __init__(self, events: Sequence[Mapping[str, Any]]) -> None:
-        named = [e for e in events if not e["name"].startswith("ProfilerStep")]
+        named = [e for e in events if not e["name"].startswith(("ProfilerStep", FIRST_ITERATION))]
         self._times: list[float] = []
         self._names: list[str] = []
         for at, name in _innermost(sorted(named, key=lambda event: (event["ts"], -event["dur"]))):

@@ -33,6 +33,14 @@ def memory_remedies(plan: Plan, *, of_state: bool = False) -> Iterator[str]:
         yield "a smaller model (--num-layers, --hidden-size)"
 
 
+def _keeps_activations(plan: Plan) -> bool:
+    """Return whether MLPs save what their activations return, and need not."""
+    training, precision = plan.config.training, plan.config.precision
+    is_recomputed = training.recompute_granularity == "full" or "mlp" in training.recompute_modules
+    is_possible = plan.derived.transformer_impl == "local" and precision.fp8_format is None
+    return is_possible and not is_recomputed and not training.recompute_mlp_act
+
+
 def _remedies(plan: Plan, *, of_step: bool, splits: bool) -> Sequence[tuple[str, bool]]:
     """Return all remedies, those that cost least speed first, and whether each helps.
 
@@ -45,9 +53,6 @@ def _remedies(plan: Plan, *, of_step: bool, splits: bool) -> Sequence[tuple[str,
     tp, dp = parallel.tensor_model_parallel_size, plan.derived.data_parallel_size
     sharding, granularity = parallel.data_parallel_sharding_strategy, training.recompute_granularity
     is_recomputed = granularity is not None or training.recompute_activations
-    keeps_activations = plan.derived.transformer_impl == "local" and not (
-        training.recompute_mlp_act or "mlp" in training.recompute_modules or config.precision.fp8_format
-    )
     num_experts = config.experts.num_experts or 1
     return (
         ("--bf16", of_step and config.precision.params_dtype == "float32"),
@@ -55,7 +60,7 @@ def _remedies(plan: Plan, *, of_step: bool, splits: bool) -> Sequence[tuple[str,
         ("--no-moe-alltoall-as-allgather", of_step and config.experts.moe_alltoall_as_allgather),
         ("--sequence-parallel", of_step and tp > 1 and not parallel.sequence_parallel),
         ("a smaller --micro-batch-size", of_step and training.micro_batch_size > 1),
-        ("--recompute-mlp-act", of_step and keeps_activations and granularity != "full"),
+        ("--recompute-mlp-act", of_step and _keeps_activations(plan)),
         ("--recompute-activations", of_step and not is_recomputed),
         ("--cpu-offloading-num-layers", of_step and splits and not training.offloads_activations),
         (

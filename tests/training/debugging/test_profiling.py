@@ -19,7 +19,7 @@ from megatrain.tools.main import main
 from megatrain.training.debugging import profiling as profiling_module
 from megatrain.training.debugging import trace_summary
 from megatrain.training.debugging.profiling import Profiling
-from megatrain.training.debugging.trace_summary import read_trace, summarize
+from megatrain.training.debugging.trace_summary import FIRST_ITERATION, read_trace, summarize
 from megatrain.training.engine import Engine
 
 
@@ -58,6 +58,17 @@ def test_intervals_are_compute_exposed_communication_or_idle() -> None:
     text = summarize(TRACE, num_steps=2).text()
     assert "all                     4.00      2.00          1.00 ( 25.0%)      1.00" in text
     assert "cudaStreamSynchronize 0.5" in text
+
+
+def test_what_was_launched_before_the_first_profiled_iteration_does_not_count() -> None:
+    marker = span("user_annotation", FIRST_ITERATION, 400, 1)
+    summary = summarize([*TRACE, marker], num_steps=1)
+    assert [name for name, *_ in summary.kernels] == ["norm", "adam"]
+    found = {name: (part.compute, part.exposed, part.idle) for name, part in summary.parts.items()}
+    assert found == {"forward": (1.0, 0.0, 0.0), "optimizer": (1.0, 0.0, 3.0)}
+    assert summary.host_waits == {"cudaStreamSynchronize": 1}
+    late = span("user_annotation", FIRST_ITERATION, 2700, 1)
+    assert summarize([*TRACE, late], num_steps=1).host_waits == {}
 
 
 def test_traffic_and_its_exposed_part_are_counted_by_group_if_the_trace_records_it() -> None:
@@ -206,6 +217,38 @@ def started(plan: Any, *, rank: int) -> Profiling:
     for iteration in (1, 2):
         profiling.before_iteration(iteration)
     return profiling
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
+@pytest.mark.parametrize("last", [3, 1])
+def test_the_recording_of_a_gpu_begins_an_iteration_earlier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    for name in ("_synchronize", "_synchronize_with_timeout"):
+        monkeypatch.setattr(Profiling, name, lambda _: None)
+    plan = plan_of({"--profile-dir": str(tmp_path), "--device": "cpu"})
+    training = replace(plan.config.training, device="cuda")
+    plan = replace(plan, config=replace(plan.config, training=training))
+    profiling = Profiling(plan, rank=0, start=0)
+    assert [number for number in range(5) if profiling.is_boundary(number)] == [0, 3]
+    for iteration in range(1, last + 1):
+        profiling.before_iteration(iteration)
+        with torch.profiler.record_function(f"step {iteration}"):
+            pass
+        text = profiling.after_iteration(iteration, is_stopping=iteration == last == 1)
+    file = tmp_path / "rank0.json.gz"
+    if last == 1:
+        assert profiling.at_failure(ValueError()) is None, "the iterations to profile did not begin"
+        assert (profiling.at_end("a signal") or "").startswith(
+            "> nothing was profiled: a signal at iteration 1"
+        )
+        assert not file.exists()
+        return
+    assert text is not None
+    assert text.startswith("> profiled iterations 2 to 3: ")
+    names = [name for name in ranges_of(file) if name.startswith("step") or name == FIRST_ITERATION]
+    assert names == ["step 1", FIRST_ITERATION, "step 2", "step 3"]
+    assert read_trace(file).num_steps == 2
 
 
 def test_rank_0_names_the_traces_of_others(tmp_path: Path) -> None:
