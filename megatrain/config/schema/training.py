@@ -236,6 +236,11 @@ class TrainingConfig(Section, on_resume=SAFE):
     """GPU that --dry-run plans for: its memory, and the formats that it multiplies. none: this host's GPU, or an H100 where it has none. Not in Megatron-LM."""
 
     @property
+    def recomputes_layers(self) -> bool:
+        """Layers or parts of them are recomputed."""
+        return self.recompute_granularity is not None or self.recompute_activations
+
+    @property
     def offloads_activations(self) -> bool:
         """Activations are copied to host memory."""
         return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading

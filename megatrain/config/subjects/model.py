@@ -182,7 +182,7 @@ def recompute_norms(draft: Draft) -> DerivedValue:
         return DerivedValue(False, "Transformer Engine keeps the outputs of its norms")
     if model.norm_position == "post":
         return DerivedValue(False, "no norm precedes a linear layer")
-    if training.recompute_granularity is not None or training.recompute_activations:
+    if training.recomputes_layers:
         return DerivedValue(False, "something else is recomputed")
     if draft.derived.fp8_layers:
         return DerivedValue(False, "FP8 layers save one byte per element of the outputs of norms")

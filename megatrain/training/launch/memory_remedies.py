@@ -52,7 +52,6 @@ def _remedies(plan: Plan, *, of_step: bool, splits: bool) -> Sequence[tuple[str,
     config, parallel, training = plan.config, plan.config.parallel, plan.config.training
     tp, dp = parallel.tensor_model_parallel_size, plan.derived.data_parallel_size
     sharding, granularity = parallel.data_parallel_sharding_strategy, training.recompute_granularity
-    is_recomputed = granularity is not None or training.recompute_activations
     num_experts = config.experts.num_experts or 1
     return (
         ("--bf16", of_step and config.precision.params_dtype == "float32"),
@@ -61,7 +60,7 @@ def _remedies(plan: Plan, *, of_step: bool, splits: bool) -> Sequence[tuple[str,
         ("--sequence-parallel", of_step and tp > 1 and not parallel.sequence_parallel),
         ("a smaller --micro-batch-size", of_step and training.micro_batch_size > 1),
         ("--recompute-mlp-act", of_step and _keeps_activations(plan)),
-        ("--recompute-activations", of_step and not is_recomputed),
+        ("--recompute-activations", of_step and not training.recomputes_layers),
         ("--cpu-offloading-num-layers", of_step and splits and not training.offloads_activations),
         (
             "a larger --expert-model-parallel-size",
