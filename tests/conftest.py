@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 from free_ports import free_port
+from hypothesis import HealthCheck, settings
 
 GOLDEN = Path(__file__).with_name("golden")
 GROUPS = {
@@ -41,6 +42,8 @@ LAUNCHERS = (
 )
 """Beginnings of the variables that start a run on several ranks."""
 
+settings.register_profile("of any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("of any speed")  # an example may take long on a busy machine
 gc.disable()  # until `pytest_collection_finish`: nothing that is imported or collected is garbage
 for variable in [name for name in os.environ if name.startswith(LAUNCHERS)]:
     del os.environ[variable]  # as in a job of Slurm: tests and the processes that they start set their own

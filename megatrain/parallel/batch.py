@@ -1,7 +1,4 @@
-"""Data passed to the model: one micro-batch, and the context of its pass.
-
-`data/` creates a `Batch`, `model/` reads it; neither imports the other.
-"""
+"""Data passed to the model: one micro-batch, and the context of its pass. `data/` creates a `Batch`, `model/` reads it."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ class EncoderTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch of b samples of s tokens, the same on every tensor and pipeline rank of a replica.
-
-    On a context rank it holds that rank's rows: s is then s/cp.
-    """
+    """One micro-batch of b samples of s tokens, the same on every tensor and pipeline rank of a replica; a context rank has s/cp."""
 
     tokens: Tensor
     """Input ids, int64 [b, s]; below 0: a vector of `images`."""
@@ -122,6 +116,10 @@ class PassInfo:
     """Metrics of the routers of this pass, by layer number: see `model/experts/router.py`."""
     indexer_losses: dict[int, Tensor] = field(default_factory=dict)
     """Losses of the indexers of sparse attention in this pass, without their coefficient, by layer number."""
+
+    def of_rows(self, rows: slice, count: int) -> PassInfo:
+        """Return the pass of a chunk of an MLP's `count` rows."""
+        return replace(self, chunk=(rows, count))
 
     def compute_weight_gradient(self, work: Callable[[], None], *, may_be_late: bool = False) -> None:
         """Run `work` now, or defer it to the schedule's weight-gradient action or to `compute_late`."""

@@ -74,11 +74,16 @@ def before_iteration(number: int, then: Callable[[Engine], None]) -> None:
 
     def spoiled(engine: Engine, *arguments: Any, **more: Any) -> Any:
         if more["first_sample"] == (number - 1) * _global_batch(engine):
-            print(f"FAULT {time.time()}", flush=True)
+            print_time()
             then(engine)
         return begin(engine, *arguments, **more)
 
     Engine.begin_step = spoiled  # type: ignore[method-assign]
+
+
+def print_time() -> None:
+    """Say when the fault happens; the last time counts."""
+    print(f"FAULT {time.time()}", flush=True)
 
 
 def _global_batch(engine: Engine) -> int:
@@ -101,6 +106,7 @@ def at_call(owner: Any, name: str, then: Plant) -> Plant:
         def spoiled(*arguments: Any, **more: Any) -> Any:
             if state["is_due"]:
                 state["is_due"] = False
+                print_time()
                 then()
             return original(*arguments, **more)
 

@@ -41,7 +41,7 @@ def test_normal_numbers_have_the_requested_moments() -> None:
     assert abs(lag_one.item()) < 0.004
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_box_has_the_numbers_of_the_whole_tensor(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 23))

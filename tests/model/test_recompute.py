@@ -48,10 +48,10 @@ def test_gradients_are_the_same_bits_and_less_is_saved(model: str) -> None:
     assert kept["uniform"] < kept["recomputenorms"] < all_of_it
 
 
-@pytest.mark.parametrize("adapters", ["", "lora"])
+@pytest.mark.parametrize(("word", "num_mlps"), [("", 4), ("lora", 4), ("mtprepeated", 6)])
 @pytest.mark.parametrize("recompute", ["norecompute", "selective", "block"])
 def test_an_mlp_in_chunks_of_tokens_equals_the_whole(
-    recompute: str, adapters: str, monkeypatch: pytest.MonkeyPatch
+    recompute: str, word: str, num_mlps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums over the chunks of an fp64 gradient round differently; a recomputed layer computes each chunk only where it is needed."""
     calls: list[int] = []
@@ -62,11 +62,11 @@ def test_an_mlp_in_chunks_of_tokens_equals_the_whole(
         return whole(mlp, residual, *rest)
 
     monkeypatch.setattr(ChunkedMlp, "linears", counted)
-    expected, _ = run(recompute, f"llama {adapters}")
+    expected, _ = run(recompute, f"llama {word}")
     assert not calls
-    found, _ = run(recompute, f"llama {adapters}", "--mlp-chunks-for-training", "3")
+    found, _ = run(recompute, f"llama {word}", "--mlp-chunks-for-training", "3")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14 * expected.abs().max().item())
-    passes = 4 * len(list(local_batches(0, Layout.of(f"{recompute} llama"), 0)))  # of four layers
+    passes = num_mlps * len(list(local_batches(0, Layout.of(f"{recompute} llama"), 0)))
     assert calls == [8] * 3 * 2 * passes  # 24 tokens, in a forward pass and once in the backward pass
 
 

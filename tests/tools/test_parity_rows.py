@@ -186,8 +186,7 @@ def test_every_number_format_is_in_a_row():
         for layout in rows_in(precision)
         for word in layout.words
     }
-    features = [feature for option in NUMBER_FORMATS for feature in option.features]
-    assert [feature.name for feature in features if used.isdisjoint(feature.words())] == []
+    assert [word for option in NUMBER_FORMATS for word in option.words() if word not in used] == []
 
 
 @pytest.mark.parametrize(
@@ -233,6 +232,13 @@ def test_a_low_precision_row_is_compared_with_the_same_split_on_the_fewest_ranks
 
 def asked(*flags):
     return chosen_rows(parser("parity").parse_args(["parity", *flags]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("flags", [(), ("--full",)])
+def test_every_word_is_in_a_row(flags):
+    used = {word for _, layout in asked(*flags) for word in layout.words}
+    assert [word for words in OPTIONS.values() for word in words if word not in used] == []
 
 
 @pytest.mark.nightly

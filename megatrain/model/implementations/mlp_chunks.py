@@ -10,7 +10,6 @@ same mask; weight gradients add a sum a chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -107,4 +106,4 @@ def _parts(count: int, rows: int, info: PassInfo) -> Iterator[tuple[slice, PassI
     """Yield the rows of each chunk, and the pass of these rows."""
     for first in range(0, count, rows):
         chunk = slice(first, min(first + rows, count))
-        yield chunk, replace(info, chunk=(chunk, count))
+        yield chunk, info.of_rows(chunk, count)

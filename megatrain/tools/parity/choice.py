@@ -102,28 +102,28 @@ def _precisions_of(arguments: argparse.Namespace) -> tuple[Precision, ...]:
 
 
 def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
-    is_usual = not (arguments.quick or arguments.full)
     precision = arguments.precision
     if arguments.transformer_impl != "local":
         own = _precision_of_implementation(arguments)
-        is_table = precision is not None or not is_usual
+        is_table = precision is not None or arguments.quick or arguments.full
         layouts = _layouts(arguments, max_ranks) if is_table else _implementation_rows(max_ranks)
         return [(own, layout) for layout in dict.fromkeys(map(of_equal_tokens, layouts))]
     layouts = _layouts(arguments, max_ranks)
     if precision not in (None, "fp64"):
-        more = rows_in(precision, max_ranks) if is_usual else ()
+        more = () if arguments.quick else rows_in(precision, max_ranks)
         return [(precision, layout) for layout in dict.fromkeys([*map(of_any_micro_batch, layouts), *more])]
     rows: list[Row] = [("fp64", layout) for layout in _with_packs(arguments, layouts, max_ranks)]
-    if is_usual:
+    if not arguments.quick:
         all_of: tuple[Precision, ...] = ("fp64",) if precision == "fp64" else ("fp64", *LOW_PRECISIONS)
         rows += [(one, layout) for one in all_of for layout in rows_in(one, max_ranks)]
     return rows
 
 
 def _layouts(arguments: argparse.Namespace, max_ranks: int) -> Sequence[Layout]:
-    if arguments.full:
-        return product_rows(max_ranks)
-    return pairwise_rows(max_ranks, QUICK_ROWS if arguments.quick else None)
+    if arguments.quick:
+        return pairwise_rows(max_ranks, QUICK_ROWS)
+    more = product_rows(max_ranks) if arguments.full else ()
+    return tuple(dict.fromkeys((*pairwise_rows(max_ranks), *more)))
 
 
 def _with_packs(arguments: argparse.Namespace, layouts: Sequence[Layout], max_ranks: int) -> Sequence[Layout]:

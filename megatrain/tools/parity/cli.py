@@ -72,7 +72,9 @@ def add_flags(commands: Any) -> None:
     )
     which = parity.add_mutually_exclusive_group()
     parity.add("--quick", "the 32 rows that cover most pairs, in fp64", group=which)
-    parity.add("--full", "every combination of many options; takes hours", group=which)
+    parity.add(
+        "--full", "the rows without flags, and every combination of many options; takes hours", group=which
+    )
     parity.add(
         "--spec FILE:FUNCTION ...",
         "a model with these layers of your own, in fp64 under each kind of parallelism, or under --layouts",

@@ -55,7 +55,7 @@ _ROWS: Final = (
     "cp2 heads pp2 documents hollow",
     "dp2 zero1 overlap mixtral ep2 alltoall",
     "dp2 zero2 overlapgrads deepseek ep2 routersfp64",
-    "tp2 sp qwenmoe etp2 uniform",
+    "tp2 sp qwenmoe etp2 uniform routersfp32",
     "tp2 sp dp2 pp2 zero1 bert attentiondropout",
     "cp2 dp2 zero3 overlap tied mlm",
     "tp2 sp dp2 pp2 zero2 overlap t5",
@@ -101,6 +101,7 @@ _ROWS_OF_FP8: Final = (
 _ROWS_OF_FP16: Final = (
     "dp2 zero1 overlap",
     "pp2 tied",
+    "dp2 zero2 overlap muon muontf32",
 )
 
 

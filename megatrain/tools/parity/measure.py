@@ -19,6 +19,7 @@ from megatrain.config.subjects.fp8 import gathers_codes
 from megatrain.data.samples.dataset import Sample, TokenSpan
 from megatrain.data.samples.pack_loader import PackLoader
 from megatrain.model import head
+from megatrain.optim.update_rules import LionRule
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import GradientReduction
@@ -42,6 +43,7 @@ from megatrain.training.planning.packs import pack_settings
 from megatrain.training.step_report import StepReport
 
 NUM_STEPS = 2
+_LION_START = 1e-9
 _VOCAB, _SEQ, _END, _START = 101, 24, 7, 2
 _DECODER = 16
 """Tokens of a sample of T5's decoder."""
@@ -194,8 +196,19 @@ def engine_of(plan: Plan, rank: int) -> Engine:
     grid = build_grid(grid_shape(plan), rank, kept_group)
     engine = Engine(plan, grid, device)
     engine.initialize()
+    start_lion(engine)
     draw_teacher(engine)
     return engine
+
+
+def start_lion(engine: Engine) -> None:
+    """Let Lion's momentum start above the rounding error of gradients, if an engine has Lion.
+
+    It moves weights by the sign of the momentum, which would be chance where a gradient is only rounding error.
+    """
+    if isinstance(engine.optimizer.rule, LionRule):
+        for _, _, momentum in engine.optimizer.owned("exp_avg"):
+            momentum.fill_(_LION_START)
 
 
 def plan_of(job: Job, world_size: int) -> Plan:

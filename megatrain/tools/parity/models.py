@@ -141,9 +141,6 @@ IMAGES = {"vlm": (2, 6), "tiles": (3, 6), "llava": (1, 7), "projector": (1, 6)}
 """Images of a sample, and the tokens of an image."""
 IMAGE_SIZE = (8, 12)
 
-WITHOUT_LION = ("gpt2", "mup", "neox", *OF_FAMILIES)
-"""Models with biases of keys, or of their norm, without RoPE, whose gradient is 0 up to rounding: its sign, and so Lion's step, is chance."""
-
 
 def flags_of_hybrid(flags: str, *, has_experts: bool, num_depths: int) -> str:
     """Return the flags of a hybrid whose pattern has experts in place of MLPs, and heads of an attention layer and that one."""

@@ -23,7 +23,7 @@ from megatrain.config import ConfigError
 from megatrain.config.schema.pipeline_schedules import PIPELINE_SCHEDULES, word_of_schedule
 from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
 from megatrain.tools.parity.measure import tiny_plan
-from megatrain.tools.parity.models import OF_FAMILIES, OF_FOUR_LAYERS, WITHOUT_LION
+from megatrain.tools.parity.models import OF_FAMILIES, OF_FOUR_LAYERS
 from megatrain.tools.parity.rows import (
     APART,
     BATCHES,
@@ -90,7 +90,7 @@ PRODUCT: dict[str, tuple[str, ...]] = {
     "loss": ("means", "tokens"),
     "optimizer": ("adam", "sgd", "muon"),
 }
-"""Options whose words `--full` combines exhaustively."""
+"""Options of which `--full` combines these words exhaustively, besides the rows that cover every pair."""
 
 _RING = {"context communication": "ring"}
 _REDUCTIONS: tuple[dict[str, str], ...] = (
@@ -234,13 +234,6 @@ def _stages_fit(known: Mapping[str, str | None], _max_ranks: int) -> bool:
     stages = [a * b for a, b in product(ranks, chunks) if (a > 1 and not overlaps) or (a > 1) == (b > 1)]
     fitting = {"uneven2": (2,), "uneven4": (4,), "mtpalone": (4,)}.get(split or "", (1, 2, 4))
     return not set(stages).isdisjoint(fitting)
-
-
-@_rule_of("optimizer", "model", "documents", "labels")
-def _lion_fits(known: Mapping[str, str | None], _max_ranks: int) -> bool:
-    """Return whether no gradient is 0 up to rounding, as that of a token whose document has no label: its sign is chance."""
-    has_chance = known["documents"] == "documents" and known["labels"] not in (None, "labelled")
-    return known["optimizer"] != "lion" or not (has_chance or known["model"] in WITHOUT_LION)
 
 
 def _model_fits(option: str) -> _RuleOfWords:
@@ -427,7 +420,6 @@ def _is_allowed(words: Partial, max_ranks: int) -> bool:
 _RULES: Final = (
     _sizes_fit,
     _stages_fit,
-    _lion_fits,
     *map(_model_fits, OF_MODELS),
     _decoder_fits,
     _mtp_fits,

@@ -40,12 +40,12 @@ class LateSearch:
     Args:
         locations: rank, host and process of each rank, by rank, as in a `Failure`.
         seconds: how long the rank that reported the stall has made no progress.
-        reporter: that rank.
+        stalled: that rank, and those that report a stall during the search.
     """
 
     locations: Mapping[int, Mapping[str, Any]]
     seconds: float
-    reporter: int = 0
+    stalled: set[int] = field(default_factory=set)
     positions: dict[int, Position] = field(default_factory=dict)
     """Answers of ranks."""
     seen: dict[int, Position] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class LateSearch:
         is_slow = all(
             rank in self.positions and self.positions[rank].phase.startswith(SLOW_PHASES) for rank in late
         )
-        return bool(late) and is_slow and self.reporter not in late
+        return bool(late) and is_slow and self.stalled.isdisjoint(late)
 
     def _lagging(self) -> set[int]:
         """Return the ranks that have called fewer collectives of a group than another member."""

@@ -263,12 +263,14 @@ class WatchServer:
         self._decide_at = min(self._decide_at, time.monotonic() + wait)
 
     def _begin_search(self, seconds: float, reporter: int) -> None:
-        """Begin to search late ranks, unless there is a search or a root cause."""
-        if self._cause is None and self._search is None:
+        """Begin to search late ranks, unless there is a root cause, or a search, which then knows of this stall too."""
+        if self._search is not None:
+            self._search.stalled.add(reporter)
+        elif self._cause is None:
             locations = {
                 rank: peer.location for rank, peer in self._ranks.items() if peer.location is not None
             }
-            self._search = LateSearch(locations, seconds, reporter)
+            self._search = LateSearch(locations, seconds, {reporter})
 
     def _advance_search(self) -> None:
         """Take the next step of the search for late ranks if its time has come."""

@@ -80,7 +80,7 @@ def test_writes_recorded_files(golden_text, tmp_path):
             ).read_bytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), max_size=4), max_size=6))
 def test_any_documents_are_read_back(tmp_path_factory, documents):
     prefix = tmp_path_factory.mktemp("any") / "data"

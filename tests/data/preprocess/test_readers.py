@@ -177,7 +177,7 @@ def flattened(blocks: list[LineBlock]) -> list[bytes | int]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from([b"\n", b"a", b"bb", b"ccccc", b"a\n", b"\n\n"]), max_size=40).map(b"".join),
     st.integers(1, 7),

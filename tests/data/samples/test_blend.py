@@ -108,7 +108,7 @@ def test_chunks_equal_a_computation_one_by_one(weights):
     check_index(weights, LONG)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     weights=st.lists(st.floats(1e-7, 1e3) | st.sampled_from([0.25, 1.0, 3.0]), min_size=1, max_size=9),
     size=st.integers(2 * MIN_CHUNK, 4 * MIN_CHUNK),

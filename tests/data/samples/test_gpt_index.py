@@ -72,7 +72,7 @@ def walked(lengths, order, seq_length):
     return [(0, 0)] + [places[j * seq_length] for j in range(1, count + 1)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
     seq_length=st.integers(1, 7),

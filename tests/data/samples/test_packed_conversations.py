@@ -167,7 +167,7 @@ def test_data_without_a_loss_mask_is_an_error(tmp_path):
         build(silent)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 10), max_size=60))
 def test_packing_is_first_fit(sizes):
     bins = packed(np.array(sizes, np.int64), 10)

@@ -14,10 +14,12 @@ from forked_job import ForkedJob, at_step
 from run_here import MODEL
 
 import megatrain
+from megatrain.config.environment import LaunchEnvironment
 from megatrain.data.samples.loader import BatchLoader
 from megatrain.training.liveness.heartbeat import Heartbeat
 from megatrain.training.liveness.late_ranks import LateSearch
 from megatrain.training.liveness.position import _PHASES, Position, checked_position
+from megatrain.training.liveness.watch_server import WatchServer
 
 LIMIT = 2
 FLAGS = [*MODEL, "--train-iters", "100000", "--eval-iters", "0", "--no-eval-at-start"]
@@ -168,6 +170,25 @@ def test_no_rank_is_late_if_all_wait_for_the_same_collective() -> None:
     assert found.late_ranks() == []
     assert "no rank is late: all wait" in str(found.conclude())
     assert "  ranks 0, 1, 2, 3: iteration 5" in found.conclude().details
+
+
+@pytest.mark.parametrize(("stalled", "is_excused"), [((0,), True), ((0, 1), False), ((1,), False)])
+def test_a_rank_that_saves_is_excused_unless_it_reports_a_stall(
+    stalled: tuple[int, ...], *, is_excused: bool
+) -> None:
+    """All ranks of a save that hangs report at about the same time: the second report comes during the search."""
+    server = WatchServer(LaunchEnvironment(world_size=2))
+    server.start()
+    try:
+        for rank in stalled:
+            server._begin_search(600.0, rank)
+        found = server._search
+        found.add(0, None, dataclasses.replace(WAITS, phase="checkpoint save"))
+        found.add(1, None, dataclasses.replace(WORKS, phase="checkpoint save"))
+        assert found.late_ranks() == [1]
+        assert found.is_excused == is_excused
+    finally:
+        server.close()
 
 
 def test_silent_ranks_are_late_and_are_looked_at_from_their_host() -> None:

@@ -171,7 +171,7 @@ def test_nan_fails() -> None:
 LAYOUTS_OF_WEIGHTS = ("", "tp2", "tp4 sp", "dp4 zero1", "dp2", "pp4", "tp2 dp2 zero1 pp2")
 
 
-NUM_TENSORS = {"llama": (9, 0), "gpt2": (16, 2), "olmo2": (11, 0), "gpt-oss": (17, 0), "qwen": (14, 0)}
+NUM_TENSORS = {"llama": (9, 0), "gpt2": (16, 2), "olmo2": (11, 0), "gpt-oss": (17, 0), "qwen": (16, 0)}
 """Tensors of a layer; tensors outside the layers, without the embedding and the final norm's weight."""
 
 

@@ -23,6 +23,7 @@ import torch._dynamo  # meta tensors of a dry run import it, which takes seconds
 
 from megatrain.config import parse
 from megatrain.config.environment import set_unless_given
+from megatrain.tools.parity.measure import start_lion
 from megatrain.training.launch.ranks import joined_ranks, report_errors
 from megatrain.training.planning.dry_run_output import print_dry_run
 from megatrain.training.trainer import Trainer
@@ -136,5 +137,6 @@ def _main(flags: Sequence[str]) -> int:
         return print_dry_run(request)
     with joined_ranks(request) as ranks:
         trainer = Trainer(ranks)
+        start_lion(trainer.engine)
         trainer.resume()
         return trainer.train()
