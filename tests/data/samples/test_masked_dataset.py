@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,17 @@ def test_samples_without_a_mask_have_no_loss(corpus) -> None:
         assert isinstance(sample, FamilySample)
         assert not sample.arrays["loss_mask"].any()
         assert (sample.arrays["labels"] == -1).all()
+
+
+def test_a_second_text_without_tokens_has_no_sep(tmp_path) -> None:
+    """Sentences may be empty in data that another program made."""
+    prefix = write_dataset(tmp_path / "a", [[[5, 6, 7], []]] * 9).prefix
+    samples = built(prefix, replace(BERT, short_probability=0.0))
+    seen = set()
+    for k in range(len(samples)):
+        arrays = samples[k].arrays
+        length = 5 if not arrays["is_random"] else 6
+        assert np.flatnonzero(arrays["text"])[-1] == length - 1
+        assert arrays["types"].sum() == (4 if arrays["is_random"] else 0)
+        seen.add(length)
+    assert seen == {5, 6}
