@@ -40,7 +40,7 @@ class TokenizerConfig(Section, on_resume=SAFE, taken_by=ARGS):
     tokenizer_model: str | None = None
     """File or folder of the tokenizer. Names on the Hugging Face hub are not downloaded."""
     vocab_size: int | None = setting(None, at_least=1, on_resume=VOCABULARY)
-    """Number of tokens before padding, if no tokenizer file has it. TikTokenizer uses this many tokens of its file, 131072 by default."""
+    """Number of tokens before padding, if no tokenizer file has it. With a file, up to its padded size: the softmax counts the rows of padding, as in Megatron-LM. TikTokenizer uses this many tokens of its file, 131072 by default."""
     vocab_file: str | None = None
     """Vocabulary file: vocab.json for GPT2BPETokenizer, vocab.txt for the BertWordPiece types."""
     merge_file: str | None = None

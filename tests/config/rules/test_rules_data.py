@@ -156,6 +156,10 @@ CASES = {
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model x", "", Facts(vocab_size=100),
          ("--mock-data", "end-of-document"), ("--eos_id", "--mock-data")),
     ],
+    "vocabulary_is_the_tokenizers": [
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --vocab-size 129", "--vocab-size", Facts(vocab_size=100, eod_id=7),
+         ("--vocab-size 129", "the tokenizer, 100"), ("leave --vocab-size out", "--vocab-size 128", "--padded-vocab-size")),
+    ],
     "padded_vocabulary_holds_all_tokens": [
         ("--padded-vocab-size 99", "", None, ("--padded-vocab-size 99",), ("--padded-vocab-size",)),
     ],
