@@ -47,7 +47,7 @@ def test_a_split_divides_documents(assert_refused):
 def test_documents_of_one_long_sentence_have_a_note(plan_of, flags, tokens, sequences, is_noted):
     data = dataclasses.replace(dataset("d", sequences), num_documents=300, num_tokens=tokens)
     line = f"{flags} {NULL} --data-path d --seq-length 100 --eval-iters 0"
-    notes = [note for note in plan_of(line, without="--mock-data", facts=Facts(datasets=(data,))).notes]
+    notes = plan_of(line, without="--mock-data", facts=Facts(datasets=(data,))).notes
     found = [note for note in notes if "not split into sentences" in note]
     assert len(found) == is_noted
     assert all("90% of the tokens or more" in note and "--split-sentences" in note for note in found)
