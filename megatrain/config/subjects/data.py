@@ -220,7 +220,9 @@ def vocab_size(draft: Draft) -> DerivedValue:
         raise UnresolvedError  # The rule `vocabulary_is_known` reports it.
     if given is None or given == found:
         return DerivedValue(found, "the tokenizer's")
-    return DerivedValue(given, "--vocab-size" if found is None else f"--vocab-size: the tokenizer's {found}, and padding")
+    return DerivedValue(
+        given, "--vocab-size" if found is None else f"--vocab-size: the tokenizer's {found}, and padding"
+    )
 
 
 @rule
