@@ -119,6 +119,9 @@ def test_the_tokenizer_decides_the_vocabulary(plan_of):
         3072,
         7,
     )
+    counted = plan_of(f"{flags} --vocab-size 3072", facts=facts)
+    assert (counted.derived.vocab_size, counted.derived.eod_id) == (3072, 7)
+    assert "the tokenizer's 3000" in str(counted.origins["derived.vocab_size"])
     given = plan_of("--padded-vocab-size 100")
     assert (given.derived.vocab_size, given.config.model.padded_vocab_size, given.derived.eod_id) == (
         100,

@@ -22,6 +22,7 @@ from megatrain.config.megatron.flags import GivenFlag, aliases, answers, closest
 from megatrain.config.megatron.other_tools import OTHER_TOOLS
 from megatrain.config.plan_note import PlanNote, graded
 from megatrain.config.request import Given, Request
+from megatrain.config.schema.tokenizer import default_type
 from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, settings, settings_by_path
 from megatrain.config.schema.values import INVALID
 
@@ -43,6 +44,7 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
         *(Problem(f"{word} follows no flag", "put its flag before it") for word in stray),
     ]
     given = [item for item in found if isinstance(item, Given)]
+    given += _default_tokenizer(given)
     asked = {item.flag.flag: item for item in found if isinstance(item, GivenFlag)}
     notes, refusals = answers(asked.values())
     notes += [graded(item, "nothing") for item in found if isinstance(item, str)]
@@ -110,6 +112,17 @@ def _file_values(flag: FlagWords) -> Iterator[_Found]:
                 yield from flag_values(item)
             else:
                 yield item
+
+
+def _default_tokenizer(given: Sequence[Given]) -> Iterator[Given]:
+    """Yield the type of a tokenizer that is given by its files alone."""
+    values = {item.path: item.value for item in given}
+    family = values.get("model.model_family", Config().model.model_family)
+    names = [path.removeprefix("tokenizer.") for path in values if path.startswith("tokenizer.")]
+    kind = default_type(family, names)
+    if kind is not None:
+        reason = f"Megatron-LM's for --model-family {family}"
+        yield Given("tokenizer.tokenizer_type", kind, Origin("derived", reason))
 
 
 def _override_notes(flags: Sequence[FlagWords], given: Sequence[Given]) -> Iterator[PlanNote]:

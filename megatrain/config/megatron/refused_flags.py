@@ -98,7 +98,6 @@ REFUSED_FLAGS: Final = (
         " --indexer-batch-size= --indexer-log-interval= --query-in-block-prob="
         " --retriever-report-topk-accuracies=+ --retriever-score-scaling --use-one-sent-docs"
         " --bert-embedder-type= --output-bert-embeddings",
-        instead="remove the flag and train a GPT",
     ),
     refused(
         "image classifiers and vision models without text are not part of megatrain",

@@ -6,7 +6,7 @@ Rules and `load_tokenizer` share these checks, so that a problem has one wording
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
@@ -40,7 +40,7 @@ class TokenizerConfig(Section, on_resume=SAFE, taken_by=ARGS):
     tokenizer_model: str | None = None
     """File or folder of the tokenizer. Names on the Hugging Face hub are not downloaded."""
     vocab_size: int | None = setting(None, at_least=1, on_resume=VOCABULARY)
-    """Number of tokens before padding, if no tokenizer file has it. TikTokenizer uses this many tokens of its file, 131072 by default."""
+    """Number of tokens before padding, if no tokenizer file has it. With a file, up to its padded size: the softmax counts the rows of padding, as in Megatron-LM. TikTokenizer uses this many tokens of its file, 131072 by default."""
     vocab_file: str | None = None
     """Vocabulary file: vocab.json for GPT2BPETokenizer, vocab.txt for the BertWordPiece types."""
     merge_file: str | None = None
@@ -89,6 +89,12 @@ def tokenizer_problems(config: TokenizerConfig) -> Iterator[Problem]:
             yield from _null_problems(config)
 
 
+def default_type(family: str, given: Collection[str]) -> str | None:
+    """Return the type of a tokenizer that is given by its files alone, as to Megatron-LM's program of a family; None: a type or a file is missing."""
+    kind = DEFAULT_TOKENIZERS.get(family)
+    return kind if kind and "tokenizer_type" not in given and _REQUIRED[kind].keys() <= set(given) else None
+
+
 def missing_end_of_document(config: TokenizerConfig, *, needed_by: str) -> Problem:
     """Return the problem of a flag that needs an end-of-document token, which the tokenizer lacks."""
     kind = config.tokenizer_type or "NullTokenizer"
@@ -124,6 +130,13 @@ _REQUIRED: Final[Mapping[str, Mapping[str, str]]] = {
     "NullTokenizer": {"vocab_size": "the number of tokens"},
 }
 """Required settings by type, with descriptions."""
+DEFAULT_TOKENIZERS: Final = {
+    "gpt": "GPT2BPETokenizer",
+    "hybrid": "GPT2BPETokenizer",
+    "bert": "BertWordPieceLowerCase",
+    "t5": "BertWordPieceLowerCase",
+}
+"""`--tokenizer-type` that Megatron-LM's program of a family has by default."""
 _ADDED: Final = ("tokenizer_special_tokens", "tokenizer_hf_no_include_special_tokens")
 _OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
     "HuggingFaceTokenizer": _ADDED,

@@ -216,11 +216,13 @@ def loss_masks_are_not_read(draft: Draft) -> Notes:
 @derives("derived.vocab_size")
 def vocab_size(draft: Draft) -> DerivedValue:
     given, found = draft.config.tokenizer.vocab_size, draft.facts.vocab_size
-    if found is not None:
-        return DerivedValue(found, "the tokenizer's")
-    if given is None:
+    if given is None and found is None:
         raise UnresolvedError  # The rule `vocabulary_is_known` reports it.
-    return DerivedValue(given, "--vocab-size")
+    if given is None or given == found:
+        return DerivedValue(found, "the tokenizer's")
+    return DerivedValue(
+        given, "--vocab-size" if found is None else f"--vocab-size: the tokenizer's {found}, and padding"
+    )
 
 
 @rule
@@ -286,6 +288,22 @@ def padded_vocabulary(vocab_size: int, *, divisible_by: int, tp_size: int) -> in
     """Return the rows of the embedding: each tensor-parallel rank holds a multiple of `divisible_by`."""
     multiple = divisible_by * tp_size
     return -(-vocab_size // multiple) * multiple
+
+
+@rule
+def vocabulary_is_the_tokenizers(draft: Draft) -> Problems:
+    """Megatron-LM's softmax counts the rows of padding, and --vocab-size keeps them here. More rows are a mistake."""
+    found, tokens, model = draft.facts.vocab_size, draft.derived.vocab_size, draft.config.model
+    if found is None or tokens <= found:
+        return
+    tp = draft.config.parallel.tensor_model_parallel_size
+    rows = padded_vocabulary(found, divisible_by=model.make_vocab_size_divisible_by, tp_size=tp)
+    if tokens > rows and not draft.is_given_or_stored("model.padded_vocab_size"):
+        yield Problem(
+            f"--vocab-size {tokens} differs from the size of the tokenizer, {found}, and from its {rows} rows with padding",
+            f"leave --vocab-size out, use --vocab-size {rows} to count the rows of padding in the softmax, as Megatron-LM does, or"
+            " set the rows of the embedding with --padded-vocab-size",
+        )
 
 
 @rule

@@ -43,6 +43,7 @@ from megatrain.data.samples.gpt_index import LengthFacts, build_index
 from megatrain.data.samples.index_cache import EVERYTHING, Arrays, IndexCache, Share, all_built
 from megatrain.data.samples.masked_dataset import MaskedDataset, MaskedSamples, build_masked_dataset
 from megatrain.data.samples.mock import MOCK_SPLIT, MockSequences
+from megatrain.data.samples.sentence_index import LONG_SENTENCE, SentenceIndex
 from megatrain.data.samples.sources import dataset_digest, open_loss_mask, open_token_ids
 
 if TYPE_CHECKING:
@@ -389,7 +390,9 @@ class SplitBuilder:
         order: dict[str, Any] = {"seed": seed, "num_samples": num_samples, "cache": self.cache}
         if self.masked is not None:
             assert isinstance(source, IndexedDataset), "mock data has no sentences"
-            return build_masked_dataset(source, part, self.masked, **order)
+            masked = build_masked_dataset(source, part, self.masked, **order)
+            self._log_left_out(source, len(part), masked.index, name)
+            return masked
         order["seq_length"] = self.options.seq_length
         if self.options.packs_documents and not self.options.conversations:
             del order["cache"]  # the index is a few sums
@@ -415,9 +418,22 @@ class SplitBuilder:
             f"{start}, {index.num_cut:,} are cut at their end: longer than --seq-length {length}",
         ]
         for number, line in zip((index.num_left_out, index.num_cut), lines, strict=True):
-            if number and line not in self._logged:
-                self._logged.add(line)
-                self._log(line)
+            if number:
+                self._log_once(line)
+
+    def _log_left_out(self, source: SequenceSource, count: int, index: SentenceIndex, name: str) -> None:
+        """Log once how many documents of a split have no samples."""
+        short, long = index.num_short, index.num_long
+        if len(index) and short + long:
+            self._log_once(
+                f"{source.name}: of {count:,} documents of the {name} data, {short + long:,} are left out: {short:,} have too few"
+                f" sentences, {long:,} a sentence of more than {LONG_SENTENCE} tokens among several"
+            )
+
+    def _log_once(self, line: str) -> None:
+        if line not in self._logged:
+            self._logged.add(line)
+            self._log(line)
 
     def _build_blend_index(
         self, weights: Sequence[float], num_samples: int, seed: int, name: str, *, is_exhaustive: bool = False

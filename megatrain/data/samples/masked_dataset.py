@@ -248,7 +248,8 @@ def _bert_sample(
     excess = len(ids) - target
     parts = _cut(parts, excess, random)
     first = len(parts[0]) + 2
-    text = np.concatenate([[vocabulary.cls], *(np.append(part, vocabulary.sep) for part in parts)])
+    kept = [parts[0], *filter(len, parts[1:])]  # an empty second text has no [SEP]
+    text = np.concatenate([[vocabulary.cls], *(np.append(part, vocabulary.sep) for part in kept)])
     types = np.zeros(len(text), np.int64)
     types[first:] = 1
     masked, labels = text.copy(), np.full(len(text), NOT_MASKED, np.int64)

@@ -33,7 +33,7 @@ LONG_SENTENCE: Final = 512
 """Documents of several sentences with a longer one are left out."""
 BLOCK_SENTENCES: Final = 1 << 20
 """Sentences that are cut at once: bounds the scratch memory of building an index."""
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Version of the arrays of a cached index."""
 
 
@@ -57,6 +57,10 @@ class SentenceIndex:
     samples: Integers
     """First sentence, end of the sentences, and target length in tokens, of each sample in shuffled order: [samples, 3]."""
     num_epochs: int
+    num_short: int
+    """Documents that are left out: they have too few sentences."""
+    num_long: int
+    """Documents that are left out: one of several sentences is longer than LONG_SENTENCE."""
 
     def __len__(self) -> int:
         """Return the samples of all epochs: at least as many as were requested."""
@@ -87,13 +91,14 @@ def build_sentence_index(
     """
 
     def build() -> dict[str, Integers]:
+        num_short, num_long = _left_out(lengths, boundaries, part, order.min_sentences)
         blocks = []
         count = num_epochs = 0
         targets = _targets(order)
         while num_epochs == 0 if num_samples is None else count < num_samples:
             of_epoch = list(_cut(lengths, boundaries, part, order.min_sentences, targets))
             if not sum(map(len, of_epoch)):
-                raise _no_samples(boundaries, part, order.min_sentences)
+                raise _no_samples(boundaries, part, order.min_sentences, num_short)
             blocks += of_epoch
             count += sum(map(len, of_epoch))
             num_epochs += 1
@@ -101,7 +106,7 @@ def build_sentence_index(
         rows = np.concatenate(blocks).astype(dtype) if blocks else np.empty((0, 3), dtype)
         return {
             "samples": rows[shuffled_by_64(len(rows), order.seed + 1)],
-            "epochs": np.array([num_epochs]),
+            "counts": np.array([num_epochs, num_short, num_long]),
         }
 
     sentences = slice(*(int(boundaries[document]) for document in (part.start, part.stop)))
@@ -115,7 +120,7 @@ def build_sentence_index(
     }
     num_rows = max(num_samples or 0, sentences.stop - sentences.start)
     arrays = cache.arrays("sentences", num_rows, key, build)
-    return SentenceIndex(arrays["samples"], int(arrays["epochs"][0]))
+    return SentenceIndex(arrays["samples"], *map(int, arrays["counts"]))
 
 
 def _targets(order: SentenceOrder) -> Iterator[int]:
@@ -184,14 +189,23 @@ def _is_used(sizes: Integers, bounds: Integers, least: int) -> npt.NDArray[np.bo
     return used
 
 
-def _no_samples(boundaries: Integers, part: range, least: int) -> ConfigError:
-    counts = np.diff(boundaries[part.start : part.stop + 1])
-    short = int(np.count_nonzero(counts < least))
+def _left_out(lengths: Integers, boundaries: Integers, part: range, least: int) -> tuple[int, int]:
+    """Return how many documents have too few sentences, and how many others give no samples."""
+    short = used = 0
+    for documents in _blocks(boundaries, part):
+        bounds = boundaries[documents.start : documents.stop + 1]
+        sizes = lengths[int(bounds[0]) : int(bounds[-1])]
+        used += int(np.count_nonzero(_is_used(sizes, bounds - bounds[0], least)))
+        short += int(np.count_nonzero(np.diff(bounds) < least))
+    return short, len(part) - short - used
+
+
+def _no_samples(boundaries: Integers, part: range, least: int, short: int) -> ConfigError:
     problem = (
         f"documents {part.start} to {part.stop} (excluded) give no sample: of {len(part)}, {short} have fewer than {least}"
         f" sentence{'s' * (least > 1)}, {len(part) - short} have a sentence of more than {LONG_SENTENCE} tokens among several"
     )
-    if least > 1 and short and counts.max() == 1:
+    if least > 1 and short and np.diff(boundaries[part.start : part.stop + 1]).max() == 1:
         return ConfigError(
             f"{problem}: the data is not split into sentences",
             fix="make it again with preprocess_data.py --split-sentences and give the prefix that ends in _sentence, or add"

@@ -66,10 +66,10 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if problems:
         raise ConfigError.of(problems)
     tokenizer = _LOADERS[str(config.tokenizer_type)](config)
-    if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
+    if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"--vocab-size {config.vocab_size} differs from the size of the tokenizer, {tokenizer.vocab_size}",
-            fix="leave --vocab-size out, or set the rows of the embedding with --padded-vocab-size",
+            f"--vocab-size {config.vocab_size} is less than the size of the tokenizer, {tokenizer.vocab_size}",
+            fix="leave --vocab-size out",
         )
     return tokenizer
 

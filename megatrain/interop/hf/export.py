@@ -20,7 +20,7 @@ from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_tokenizer import StoredTokenizer, stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.errors import InputError, MegatrainError
-from megatrain.config.schema.data import DataConfig
+from megatrain.config.schema.data import MASKED_FAMILIES, DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
@@ -182,7 +182,8 @@ class HfExport(TensorReader):
             )
         ends = self._end_ids()
         end = ends[0] if len(ends) == 1 else ends or None
-        ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+        pad = 0 if self.config.model.model_family in MASKED_FAMILIES else None  # their attention masks it
+        ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
         starts = self._start_of_decoder()
         keys = {**self._keys, "torch_dtype": _DTYPE_NAMES[dtype or widest], **ids, **starts}
         generation = self._generation_config() | {"eos_token_id": end, **starts}

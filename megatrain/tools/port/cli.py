@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatrain.config import InputError, Plan, Problem
-from megatrain.config.cli.command_line import target
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
 from megatrain.config.environment import launcher_of
 from megatrain.config.plan_note import GRADES, by_grade
 from megatrain.tools.port.evaluate import Command, Evaluation, evaluate
 from megatrain.tools.port.launch import (
-    DEFAULT_TOKENIZERS,
     FAMILIES,
     batch_options,
     find_launch,
@@ -120,7 +118,7 @@ def _read_script(file: str, given: Mapping[str, str]) -> Source:
     used = " ".join([*exports, *kept, *(part.text for part in _open_parts(_words(launch)))])
     environment, other = other_commands(found, used)
     flags = from_script(launch.arguments)
-    added = [*_family(launch.program), *_tokenizer(launch.program, flags)]
+    added = list(_family(launch.program))
     return Source(
         file,
         [*added, *flags],
@@ -156,14 +154,6 @@ def _family(program: str) -> Iterator[PortedFlag]:
     family = FAMILIES.get(program.rpartition("/")[2], "gpt")
     if family != "gpt":
         yield PortedFlag(FlagWords("--model-family", (family,)), ((Part(family),),))
-
-
-def _tokenizer(program: str, flags: Sequence[PortedFlag]) -> Iterator[PortedFlag]:
-    """Yield the type of the tokenizer whose files a script names without a type: the program's default."""
-    kind = DEFAULT_TOKENIZERS.get(FAMILIES.get(program.rpartition("/")[2], ""))
-    given = {target(flag.flag) for flag in flags if flag.flag}
-    if kind and "tokenizer.vocab_file" in given and "tokenizer.tokenizer_type" not in given:
-        yield PortedFlag(FlagWords("--tokenizer-type", (kind,)), ((Part(kind),),))
 
 
 def _changed_program(program: str, added: Sequence[PortedFlag]) -> Iterator[str]:

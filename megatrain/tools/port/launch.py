@@ -17,13 +17,6 @@ FAMILIES: Final = {
     "pretrain_mamba.py": "hybrid",
 }
 """`--model-family` of Megatron-LM's programs; `scripts/megatron` has programs of these names."""
-DEFAULT_TOKENIZERS: Final = {
-    "gpt": "GPT2BPETokenizer",
-    "hybrid": "GPT2BPETokenizer",
-    "bert": "BertWordPieceLowerCase",
-    "t5": "BertWordPieceLowerCase",
-}
-"""`--tokenizer-type` that Megatron-LM's program of a family has by default."""
 _NOT_LAUNCHERS: Final = frozenset(
     {"cat", "cp", "ls", "grep", "sed", "wc", "chmod", "rm", "mv", "head", "tail"}
 )

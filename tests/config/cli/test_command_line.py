@@ -153,6 +153,23 @@ def test_the_origin_is_the_flag():
     assert origins["model.num_layers"] == Origin("default")
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("--vocab-file v --merge-file m", "GPT2BPETokenizer"),
+        ("--model-family bert --vocab-file v", "BertWordPieceLowerCase"),
+        ("--model-family bert --vocab-file v --tokenizer-type BertWordPieceCase", "BertWordPieceCase"),
+        ("--vocab-file v", None),
+        ("--model-family vlm --vocab-file v --merge-file m", None),
+    ],
+)
+def test_files_of_a_tokenizer_have_the_type_of_megatron_lms_program(flags, kind):
+    request = parse(flags.split())
+    assert request.known("tokenizer.tokenizer_type") == kind
+    is_derived = str(request.origins["tokenizer.tokenizer_type"]).startswith("derived: Megatron-LM's for")
+    assert is_derived == (kind is not None and "--tokenizer-type" not in flags)
+
+
 def test_flags_are_unique():
     spellings = [setting.flag for setting in settings()]
     spellings += [setting.opposite_flag for setting in settings() if setting.kind is bool]

@@ -48,7 +48,7 @@ NOT_SUPPORTED = {
     "--megatron-fsdp-grad-comm-dtype bf16": "--grad-reduce-in-bf16",
     "--retro-add-retriever": "train a GPT",
     "--vision-pretraining": "train a GPT",
-    "--biencoder-shared-query-context-model": "train a GPT",
+    "--biencoder-shared-query-context-model": "remove the flag",
     "--no-pad-vocab-size": "--make-vocab-size-divisible-by 1",
     "--ckpt-format zarr": "use torch_dist",
     "--perform-rl-step": "remove the flag",

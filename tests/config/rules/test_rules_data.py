@@ -134,8 +134,8 @@ CASES = {
          ("--tokenizer-type HuggingFaceTokenizer", "vocabulary"), ("files can be read",)),
         ("--tokenizer-model x", "", None,
          ("--tokenizer-model x", "--tokenizer-type"), ("--tokenizer-type HuggingFaceTokenizer",)),
-        ("--vocab-file v --merge-file m", "", None,
-         ("--vocab-file v", "--merge-file m", "--tokenizer-type"), ("--tokenizer-type GPT2BPETokenizer",)),
+        ("--vocab-file v --tokenizer-hf-no-include-special-tokens", "", None,
+         ("--vocab-file v", "--tokenizer-type"), ("--tokenizer-type GPT2BPETokenizer",)),
         ("--tokenizer-type GPT2BPETokenizer --vocab-file v", "", None,
          ("--tokenizer-type GPT2BPETokenizer", "--merge-file"), ("--merge-file",)),
         (f"{NULL} --merge-file m", "", None,
@@ -155,6 +155,10 @@ CASES = {
          ("--eod-mask-loss", "end-of-document"), ("eos_token", "--eod-mask-loss")),
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model x", "", Facts(vocab_size=100),
          ("--mock-data", "end-of-document"), ("--eos_id", "--mock-data")),
+    ],
+    "vocabulary_is_the_tokenizers": [
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --vocab-size 129", "--vocab-size", Facts(vocab_size=100, eod_id=7),
+         ("--vocab-size 129", "the tokenizer, 100"), ("leave --vocab-size out", "--vocab-size 128", "--padded-vocab-size")),
     ],
     "padded_vocabulary_holds_all_tokens": [
         ("--padded-vocab-size 99", "", None, ("--padded-vocab-size 99",), ("--padded-vocab-size",)),

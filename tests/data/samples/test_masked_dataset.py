@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def options_of(case: dict[str, Any], vocabularies: dict[str, MaskVocabulary]) ->
 
 def builder(options: MaskedSamples, **others: Any) -> SplitBuilder:
     gpt = SampleOptions(seq_length=options.seq_length, eod=3)
-    return SplitBuilder(gpt, masked=options, log=pytest.fail, **others)
+    return SplitBuilder(gpt, masked=options, **({"log": pytest.fail} | others))
 
 
 def test_all_recorded_cases(sentences, recording, vocabularies) -> None:
@@ -105,7 +106,9 @@ def check_case(case: dict[str, Any], sentences: Path, vocabularies: dict[str, Ma
     plans = SamplePlans(
         **{name: (count,) for name, count in zip(SPLIT_NAMES, case["sizes"], strict=True)}, seed=case["seed"]
     )
-    splits = builder(options_of(case, vocabularies)).build({"all": blend}, case["split"], plans)
+    splits = builder(options_of(case, vocabularies), log=list[str]().append).build(
+        {"all": blend}, case["split"], plans
+    )
     for name, recorded in case["splits"].items():
         built = getattr(splits, name)
         if built is None:
@@ -224,7 +227,8 @@ def built(
     corpus: str, options: MaskedSamples, split: str = "1,0,0", count: int | None = 50, **others: Any
 ) -> Any:
     plans = SamplePlans(train=(count,), valid=(0,), test=(0,), seed=7)
-    return builder(options, **others).build({"all": Blend((corpus,))}, split, plans).train
+    log = {"log": list[str]().append}
+    return builder(options, **(log | others)).build({"all": Blend((corpus,))}, split, plans).train
 
 
 @pytest.mark.parametrize("options", [BERT, T5], ids=["bert", "t5"])
@@ -370,3 +374,35 @@ def test_samples_without_a_mask_have_no_loss(corpus) -> None:
         assert isinstance(sample, FamilySample)
         assert not sample.arrays["loss_mask"].any()
         assert (sample.arrays["labels"] == -1).all()
+
+
+def test_a_second_text_without_tokens_has_no_sep(tmp_path) -> None:
+    """Sentences may be empty in data that another program made."""
+    prefix = write_dataset(tmp_path / "a", [[[5, 6, 7], []]] * 9).prefix
+    samples = built(prefix, replace(BERT, short_probability=0.0))
+    seen = set()
+    for k in range(len(samples)):
+        arrays = samples[k].arrays
+        length = 5 if not arrays["is_random"] else 6
+        assert np.flatnonzero(arrays["text"])[-1] == length - 1
+        assert arrays["types"].sum() == (4 if arrays["is_random"] else 0)
+        seen.add(length)
+    assert seen == {5, 6}
+
+
+def test_documents_that_are_left_out_are_counted(tmp_path) -> None:
+    prefix = write_dataset(tmp_path / "a", [[[5, 6]], [[7], [8] * 513], [], [[5], [6]], [[9] * 600]]).prefix
+    lines: list[str] = []
+    assert len(built(prefix, BERT, log=lines.append)) == 50
+    (line,) = lines
+    assert (
+        f"{prefix}.bin: of 5 documents of the train data, 4 are left out: 3 have too few sentences, 1 a"
+        in line
+    )
+    built(prefix, T5, log=lines.append)
+    assert "2 are left out: 1 have too few sentences, 1 a sentence" in lines[1]
+
+
+def test_a_corpus_that_is_read_whole_has_no_line(tmp_path) -> None:
+    prefix = write_dataset(tmp_path / "a", [[[5, 6], [7]]] * 9).prefix
+    built(prefix, BERT, log=pytest.fail)

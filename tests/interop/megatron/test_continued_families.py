@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from megatrain.config import ConfigError, parse
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.images.vectors import MockImages
 from megatrain.data.samples import build
@@ -155,6 +156,15 @@ def test_states_of_the_optimizer_are_above_the_bounds(
     assert last["iteration"] == recorded["iteration"]
     assert last["lm_loss"] != pytest.approx(recorded["lm loss"], rel=LOSS, abs=0)
     assert last["grad_norm"] != pytest.approx(recorded["grad_norm"], rel=NORM, abs=0)
+
+
+@pytest.mark.parametrize("family", MASKED_FAMILIES, indirect=True)
+def test_vocab_size_counts_the_rows_of_padding(
+    family: str, families: Path, theirs: Path, tmp_path: Path
+) -> None:
+    """Their tokenizers have files, which say another size."""
+    words = ["--vocab-size", str(ROWS[family])]
+    assert_recorded(continue_run(families, family, theirs, tmp_path, *words), families, family)
 
 
 def test_rows_of_padding_are_left_out_for_the_tokens_of_the_tokenizer(

@@ -284,21 +284,6 @@ def test_flags_after_the_end_of_the_command_are_a_problem(port, script, end):
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "files", "kind"),
-    [
-        ("gpt", "--vocab-file v.json --merge-file m.txt", "GPT2BPETokenizer"),
-        ("bert", "--vocab-file v.txt", "BertWordPieceLowerCase"),
-    ],
-)
-def test_a_program_has_its_default_tokenizer(port, script, family, files, kind):
-    small = SMALL.replace("--tokenizer-type NullTokenizer --vocab-size 99", files)
-    code, command, sections = port(script(f"python pretrain_{family}.py {small} --split '\"99,1,0\"'"))
-    assert code == 0
-    assert f"--tokenizer-type {kind}" in command
-    assert sections["changed"][0].endswith(f"--tokenizer-type {kind}")
-
-
 def test_arguments_that_a_script_passes_on_are_open(port, script):
     text = f'function f {{ echo "$1"; }}\nfor (( i = 0; i < 2; i++ )); do :; done\npython pretrain_gpt.py {SMALL} --save $(f a) "$@"'
     _, command, sections = port(script(text))

@@ -38,7 +38,7 @@ def problems(flags: str) -> tuple[Problem, ...]:
         ("--tokenizer-type NullTokenizer --vocab-size many", "--vocab-size many is not a whole number"),
         ("--tokenizer-type NullTokenizer --vocab-size 0", "--vocab-size 0 must be at least 1"),
         ("--tokenizer-type MultimodalTokenizer --tokenizer-model x", "MultimodalTokenizer"),
-        ("--vocab-file v --merge-file m", "add --tokenizer-type GPT2BPETokenizer"),
+        ("--vocab-file v", "add --tokenizer-type GPT2BPETokenizer"),
         ("", "there is no tokenizer"),
     ],
 )

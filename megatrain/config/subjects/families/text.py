@@ -11,6 +11,7 @@ from megatrain.config.model_spec.mamba import MambaSpec
 from megatrain.config.model_spec.part import MAX_SCAN_STATE
 from megatrain.config.plan import Draft
 from megatrain.config.registry import Notes, Problems, note, rule
+from megatrain.config.schema.data import MASKED_FAMILIES
 
 _SHORTEST: Final = {"bert": 5, "t5": 4}
 """Fewest tokens of a sample: two of text, and the special ones."""
@@ -193,6 +194,23 @@ def samples_hold_text(draft: Draft) -> Problems:
             f"--seq-length {length} is too short for samples of --model-family {family}, which have special tokens",
             f"use --seq-length {_SHORTEST[family]} or more",
         )
+
+
+@note("result")
+def documents_are_split_into_sentences(draft: Draft) -> Notes:
+    """Yield a note for each dataset whose documents are one sentence, longer than a sample: most of it would be left out unseen."""
+    model, length = draft.config.model, draft.config.data.seq_length
+    if model.model_family not in MASKED_FAMILIES or (
+        model.model_family == "bert" and not model.bert_no_binary_head
+    ):
+        return  # the order of sentences needs two of them: building the samples says so
+    for one in draft.facts.datasets:
+        if 0 < one.num_sequences == one.num_documents and one.num_tokens > one.num_documents * length:
+            yield (
+                f"{one.prefix}: its documents are not split into sentences, and a sample has at most {length} tokens of one: each"
+                f" epoch leaves out {1 - one.num_documents * length / one.num_tokens:.0%} of the tokens or more. Make the data"
+                " again with preprocess_data.py --split-sentences"
+            )
 
 
 @note("result")
