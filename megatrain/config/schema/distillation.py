@@ -61,7 +61,7 @@ class DistillationConfig(Section, on_resume=SAFE):
         None,
         conflicts=(
             *_UNSUPPORTED[:3],
-            conflict(_TEACHER, why=": it has its outputs"),
+            conflict(_TEACHER, why=": the folder has the outputs of a teacher"),
             conflict("data.dataloader_type", "cyclic", why=", whose samples have no fixed number"),
         ),
         on_resume=LOSS,

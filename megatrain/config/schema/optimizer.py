@@ -41,8 +41,8 @@ class OptimizerConfig(Section, on_resume=STEPS, taken_by=EVALUATION):
         on_resume=OPTIMIZER_STATE,
         conflicts=conflict(
             "model.use_mup",
-            when=_SOAP,
-            why=", which has no rule for its rates",
+            of=("soap",),
+            why=", which has no rule for SOAP's rates",
             fix="use --optimizer adam or muon",
         ),
     )
@@ -230,7 +230,9 @@ class PrecisionConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     fp8_format: Literal["e4m3", "hybrid"] | None = setting(
         None,
         conflicts=conflict(
-            "precision.fp16", why=": FP8 gradients have scales of their own", fix="use --bf16"
+            "precision.fp16",
+            why=": FP8 gradients have scales of their own",
+            fix="use --bf16 in place of --fp16",
         ),
     )
     """Compute the linear layers of attention, MLPs and experts in FP8. e4m3: all tensors in E4M3. hybrid: gradients in E5M2."""

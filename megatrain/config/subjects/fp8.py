@@ -233,7 +233,7 @@ def fp4_can_be_emulated(draft: Draft) -> Problems:
     elif precision.fp16:
         yield Problem(
             f"{flag} is not supported together with --fp16: FP4 gradients have scales of their own",
-            "use --bf16",
+            "use --bf16 in place of --fp16",
         )
     elif draft.config.training.device == "cuda":
         yield Problem(

@@ -24,10 +24,6 @@ def modules(pattern, *more, device="cpu", **facts):
 
 
 CASES = {
-    "conflicting_settings": [
-        ("--distributed-backend gloo", "", CUDA,
-         ("--distributed-backend gloo", "--device cuda"), ("--distributed-backend", "--device cpu")),
-    ],
     "device_is_available": [
         ("--device cuda", "", Facts(has_triton=False), ("--device cuda",), ("--device cpu",)),
     ],
