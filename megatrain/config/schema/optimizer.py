@@ -21,7 +21,7 @@ _LION = Need("unless {} or {} is lion", _RULE, lambda value_of: _of_elements(*ma
 _NORMED = ", after which their weights' scale has no effect"
 _DYNAMIC_SCALE = (on("precision.fp16"), off("precision.loss_scale"))
 _WARMUP = ": both set the length of warm-up"
-_DELAYED = one_of("precision.fp8_recipe", "delayed")
+_DELAYED = (on("precision.fp8_format"), one_of("precision.fp8_recipe", "delayed"))
 
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 """Schedules of weight decay."""
@@ -207,10 +207,13 @@ class ScheduleConfig(LrDecay):
         None, at_least=0, needs=none_of("schedule.weight_decay_incr_style", "constant")
     )
     """Weight decay at the end of training, unless it is constant."""
-    override_opt_param_scheduler: bool = setting(False, on_resume=SILENT)
+    override_opt_param_scheduler: bool = setting(False, on_resume=SILENT, needs=on("checkpoint.load"))
     """On resume, use the schedules of this command line instead of those of the checkpoint."""
     use_checkpoint_opt_param_scheduler: bool = setting(
-        False, on_resume=SILENT, conflicts=conflict("schedule.override_opt_param_scheduler")
+        False,
+        on_resume=SILENT,
+        needs=on("checkpoint.load"),
+        conflicts=conflict("schedule.override_opt_param_scheduler"),
     )
     """On resume, use the schedules of the checkpoint instead of those of this command line."""
 
