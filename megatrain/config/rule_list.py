@@ -59,6 +59,8 @@ _SUBJECTS: Final = (
 
 _SAVING_MEMORY: Final = ("recompute_method", "recompute_num_layers", "recompute_modules", "offload_modules")
 """Settings that save memory, with the one that they need."""
+_FAMILY: Final = "model.model_family"
+"""The setting that no fix removes: it says which model the run is about."""
 
 
 @note("nothing")
@@ -85,10 +87,6 @@ def reason_of(need: Need) -> str:
 
 def _value(value: object) -> str:
     return "" if isinstance(value, bool) else f" {in_words(value)}"
-
-
-_FAMILY: Final = "model.model_family"
-"""The setting that is never removed: it says which model the run is about."""
 
 
 @rule

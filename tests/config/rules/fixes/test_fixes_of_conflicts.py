@@ -79,21 +79,20 @@ class Refused:
     problem: Problem
 
 
-def facts_of(arguments_of: Any, device: str) -> Facts:
-    """Return facts with all that a flag of the runs names: functions, layers, a teacher."""
+def facts_of(arguments_of: Any, *flags: str) -> Facts:
+    """Return facts with all that the flags name: functions, layers, a teacher, a GPU."""
     config = resolve(parse(arguments_of("", "")), Facts()).config.to_dict()
     sections = {name: config[name] for name in ("model", "experts")}
-    teacher = TeacherFacts(path="t", iteration=5, config=sections, num_rows=100, is_ours=True, tokenizer_fingerprint=None, checksum=0)  # fmt: skip
     return Facts(
         world_size=4,
-        device="cuda" if device == "cuda" else "cpu",
-        teacher=teacher,
+        device="cuda" if "--device cuda" in flags else "cpu",
         vocab_size=100,
         eod_id=0,
+        teacher=TeacherFacts(path="t", iteration=5, config=sections, num_rows=100, is_ours=True, tokenizer_fingerprint=None, checksum=0),
         layers_config=_BLOCKS,
         digests=dict.fromkeys(("model.spec", "training.loss", "data.dataset"), "1"),
-        custom_layers=lambda _, layers: layers,
-    )
+        custom_layers=(lambda _, layers: layers) if "--spec a.py:f" in flags else None,
+    )  # fmt: skip
 
 
 def needed(flag: str) -> str:
@@ -112,21 +111,22 @@ def flags_with(setting: Setting, values: Sequence[str]) -> list[str]:
 def refused(arguments_of: Any, setting: Setting, one: Conflict) -> Iterator[Refused]:
     """Yield a run for each pair of values. Fails if one has other problems, or none though the conflict has no condition."""
     other = settings_by_path()[one.path]
-    for first, second in itertools.product(flags_with(setting, one.of), flags_with(other, one.values)):
-        facts = facts_of(arguments_of, "cuda" if "--device cuda" in (first, second) else "cpu")
-        words = (needed(first), needed(second), "")
-        runs = [
-            arguments_of(f"{more} {first} {second}", "") for more in dict.fromkeys((" ".join(words), *words))
-        ]
-        problems = [problems_of(run, facts) for run in runs]
-        text = f"{textwrap.shorten(first, 100)} is not supported together with {textwrap.shorten(second, 100)}{one.why}"
-        alone = [number for number, found in enumerate(problems) if [one.text for one in found] == [text]]
-        if alone:
-            yield Refused(runs[alone[0]], facts, *problems[alone[0]])
+    for flags in itertools.product(flags_with(setting, one.of), flags_with(other, one.values)):
+        facts, words = facts_of(arguments_of, *flags), [needed(flag) for flag in flags]
+        text = (
+            " is not supported together with ".join(textwrap.shorten(flag, 100) for flag in flags) + one.why
+        )
+        tried = []
+        for more in dict.fromkeys((" ".join(words), *words, "")):
+            given = arguments_of(f"{more} {' '.join(flags)}", "")
+            tried.append(problems_of(given, facts))
+            if [problem.text for problem in tried[-1]] == [text]:
+                yield Refused(given, facts, *tried[-1])
+                break
         else:
-            shown = "\n".join((text, *map(str, problems[0])))
+            shown = "\n".join((text, *map(str, tried[0])))
             assert one.when is not None, shown
-            assert () in problems, shown
+            assert () in tried, shown
 
 
 def name_of(conflict: tuple[Setting, Conflict]) -> str:
