@@ -143,17 +143,6 @@ _MPI = (
 )
 
 
-def launcher_of(ranks: int, most_of_node: int = 8) -> str:
-    """Return the words before pretrain.py that start some ranks, as many on each node."""
-    nodes = next(n for n in range(-(-ranks // most_of_node), ranks + 1) if ranks % n == 0)
-    if ranks == 1:
-        return "python"
-    if nodes == 1:
-        return f"torchrun --standalone --nproc-per-node {ranks}"
-    where = f"--rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
-    return f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} {where}"
-
-
 def set_unless_given(variable: str, value: str) -> str:
     """Set a variable for a library unless the user has set it. Return its value."""
     return os.environ.setdefault(variable, value)

@@ -59,6 +59,8 @@ _SUBJECTS: Final = (
 
 _SAVING_MEMORY: Final = ("recompute_method", "recompute_num_layers", "recompute_modules", "offload_modules")
 """Settings that save memory, with the one that they need."""
+_FAMILY: Final = "model.model_family"
+"""The setting that no fix removes: it says which model the run is about."""
 
 
 @note("nothing")
@@ -95,7 +97,8 @@ def conflicting_settings(draft: Draft) -> Problems:
             given = _given(draft, setting, one.of)
             other = _given(draft, by_path[one.path], one.values)
             if given and other and (one.when is None or one.when.holds(draft.config.raw)):
-                removable = [by_path[path] for path in (setting.path, one.path) if draft.is_given(path)]
+                sides = (setting, by_path[one.path])
+                removable = [side for side in sides if draft.is_given(side.path) and side.path != _FAMILY]
                 yield Problem(
                     f"{given} is not supported together with {other}{one.why}",
                     one.fix or f"remove {', or '.join(_removed(draft, removable or [setting]))}",

@@ -1,4 +1,4 @@
-"""Parts that several subcommands share: how they and their flags are declared, texts of their flags, files of --output, and durations."""
+"""Parts that several subcommands share: how they and their flags are declared, texts of their flags, files of --output, durations and launch lines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from megatrain.config.cli.parse_value import BadValueError, load_value
+from megatrain.config.environment import DEFAULT_PORT
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tree import Setting, closest_name
 from megatrain.config.schema.values import Range
@@ -146,3 +147,14 @@ def duration(seconds: float) -> str:
     units = [("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60), ("s", whole % 60)]
     first = next((at for at, (_, count) in enumerate(units) if count), len(units) - 1)
     return " ".join(f"{count} {unit}" for unit, count in units[first : first + 2] if count) or "0 s"
+
+
+def launcher_of(ranks: int, most_of_node: int = 8) -> str:
+    """Return the words before pretrain.py that start some ranks, as many on each node."""
+    nodes = next(n for n in range(-(-ranks // most_of_node), ranks + 1) if ranks % n == 0)
+    if ranks == 1:
+        return "python"
+    if nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {ranks}"
+    where = f"--rdzv-backend c10d --rdzv-endpoint HOST:{DEFAULT_PORT}"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} {where}"

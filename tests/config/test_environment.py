@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatrain.config.environment import first_host, launcher_of, read_environment
+from megatrain.config.environment import first_host, read_environment
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node1",
@@ -60,19 +60,6 @@ def test_each_launcher_is_recognized(name):
 )
 def test_torchrun_on_fewer_nodes_than_the_job_has_is_described(slurm, ending):
     assert read_environment(TORCHRUN | slurm).description.endswith(ending)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        (1, "python"),
-        (8, "torchrun --standalone --nproc-per-node 8"),
-        (12, "torchrun --nnodes 2 --nproc-per-node 6 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
-        (16, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
-    ],
-)
-def test_a_launcher_starts_so_many_ranks(ranks, words):
-    assert launcher_of(ranks) == words
 
 
 def test_the_variables_in_effect_are_described():

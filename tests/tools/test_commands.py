@@ -12,7 +12,7 @@ import pytest
 
 from megatrain.config.errors import ConfigError
 from megatrain.tools.main import COMMANDS, main, parser
-from megatrain.tools.subcommands import CommandParser
+from megatrain.tools.subcommands import CommandParser, launcher_of
 
 
 def subcommands(found: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -85,3 +85,16 @@ def test_a_number_out_of_range_is_refused(
 def test_an_unknown_flag_is_an_error_of_ours() -> None:
     with pytest.raises(ConfigError, match="unrecognized arguments: --onec\n  fix: did you mean --once"):
         parser("watch").parse_args(["watch", "run"]).parser.error("unrecognized arguments: --onec")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, "python"),
+        (8, "torchrun --standalone --nproc-per-node 8"),
+        (12, "torchrun --nnodes 2 --nproc-per-node 6 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
+        (16, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"),
+    ],
+)
+def test_a_launcher_starts_so_many_ranks(ranks: int, words: str) -> None:
+    assert launcher_of(ranks) == words

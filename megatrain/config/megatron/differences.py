@@ -38,12 +38,6 @@ DIFFERENT_DEFAULTS: Final = (
         "model.transformer_impl", "transformer_engine", "it runs on every device without another library"
     ),
     DifferentDefault(
-        "model.num_query_groups",
-        "1",
-        "one per query head, so that --group-query-attention alone has no effect; 1 is multi-query attention",
-        requires="model.group_query_attention",
-    ),
-    DifferentDefault(
         "resilience.inprocess_active_world_size",
         "1",
         "in Megatron-LM it is the variable WORLD_SIZE: all processes, too",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatrain.config.schema.needs import conflict, none_of, on, one_of
+from megatrain.config.schema.needs import conflict, none_of, off, on, one_of
 from megatrain.config.schema.resume_class import LOSS, ORDER, SAFE, SILENT, STEPS
 from megatrain.config.schema.setting import ARGS, EVALUATION, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -52,7 +52,11 @@ _STORED_TEXT: Final = (
 )
 _PACKED_ALONE: Final = (
     conflict("data.dataset", why=", whose samples have one length"),
-    conflict("data.full_validation", why=", whose last batch is not full"),
+    conflict(
+        "data.full_validation",
+        when=off("data.multiple_validation_sets"),
+        why=", whose last batch is not full",
+    ),
     conflict("data.multiple_validation_sets", why=", whose last batches are not full"),
 )
 _WHOLE_SAMPLES: Final = (
@@ -113,7 +117,7 @@ class DataConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = setting(False, on_resume=ORDER)
     """Train on synthetic token sequences instead of files."""
-    image_data_path: tuple[str, ...] = setting((), needs=VLM, conflicts=(*_NEEDS_FILES, *_ONE_SET))
+    image_data_path: tuple[str, ...] = setting((), needs=VLM, conflicts=_ONE_SET)
     """vlm: conversations about images: a file of JSON Lines whose images are in its folder, tar shards of WebDataset (also as a pattern), several of them, or pairs of weight and one of them (docs/data.md). Not in Megatron-LM."""
     use_packed_sequence: bool = setting(False, on_resume=ORDER)
     """vlm: a sample holds as many conversations as fit, each with attention and positions of its own."""

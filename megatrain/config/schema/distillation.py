@@ -8,6 +8,7 @@ from megatrain.config.schema.resume_class import LOSS, SAFE, STEPS
 from megatrain.config.schema.setting import Section, setting
 
 _TEACHER, _CACHE = "distillation.export_kd_teacher_load", "distillation.logits_load_dir"
+_UNBALANCED = off("distillation.kd_balance_losses", words="without --no-kd-balance-losses")
 _UNSUPPORTED = (
     conflict("training.loss", why=": the loss of a teacher reads logits"),
     conflict("training.cuda_graph_impl", "local", "full_iteration", why=": a teacher's pass is not captured"),
@@ -49,19 +50,21 @@ class DistillationConfig(Section, on_resume=SAFE):
     kd_loss_scale: float = setting(
         1.0,
         above=0,
-        needs=(on(_TEACHER), off("distillation.kd_skip_lm_loss"), off("distillation.kd_balance_losses")),
+        needs=(
+            on(_TEACHER),
+            off("distillation.kd_skip_lm_loss", words="without --no-kd-skip-lm-loss"),
+            _UNBALANCED,
+        ),
         on_resume=STEPS,
     )
     """Weight of the teacher's losses, added to the language-model loss."""
-    kd_layer_loss_scale: float = setting(
-        1.0, above=0, needs=(on(_TEACHER), off("distillation.kd_balance_losses")), on_resume=STEPS
-    )
+    kd_layer_loss_scale: float = setting(1.0, above=0, needs=(on(_TEACHER), _UNBALANCED), on_resume=STEPS)
     """Weight of the mean loss of --kd-layer-pairs, added to the loss of the logits. Not in Megatron-LM."""
     logits_load_dir: str | None = setting(
         None,
         conflicts=(
             *_UNSUPPORTED[:3],
-            conflict(_TEACHER, why=": it has its outputs"),
+            conflict(_TEACHER, why=": the folder has the outputs of a teacher"),
             conflict("data.dataloader_type", "cyclic", why=", whose samples have no fixed number"),
         ),
         on_resume=LOSS,

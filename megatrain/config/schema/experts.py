@@ -17,6 +17,13 @@ _UNEQUAL_LOADS = either(
     words="with --moe-pad-expert-input-to-capacity: padded loads are equal, so the expert biases stay as they are",
 )
 _NO_SINKHORN = none_of("experts.moe_router_load_balancing_type", "sinkhorn")
+_SIZES_OF_LAYERS = tuple(
+    conflict(
+        f"model.heterogeneous_layers_config_{source}",
+        why=": its layers have no experts (--moe-layer-freq chooses the layers that have them)",
+    )
+    for source in ("path", "encoded_json")
+)
 _CAPACITY = on("experts.moe_expert_capacity_factor", why=", since no assignment is dropped")
 
 
@@ -25,7 +32,11 @@ class ExpertsConfig(Section, on_resume=FUNCTION, needs=on("experts.num_experts")
     """Mixture of experts (MoE): layers, sizes, router, load balancing, capacity."""
 
     num_experts: int | None = setting(
-        None, at_least=1, on_resume=SHAPE, multiple_of="parallel.expert_model_parallel_size"
+        None,
+        at_least=1,
+        on_resume=SHAPE,
+        multiple_of="parallel.expert_model_parallel_size",
+        conflicts=_SIZES_OF_LAYERS,
     )
     """Experts per MoE layer. none: a dense model."""
     moe_layer_freq: str = setting("1", joins_words=True, on_resume=SHAPE)

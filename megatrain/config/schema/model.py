@@ -21,18 +21,20 @@ from megatrain.config.schema.setting import ARGS, Section, setting
 from megatrain.config.schema.values import AUTO, REQUIRED
 
 _LATENTS, _NO_LATENTS = on("model.multi_latent_attention"), off("model.multi_latent_attention")
+LINEAR_ATTENTION: Final = ("gated_delta_net", "gdn", "gdn2")
+"""Values of --experimental-attention-variant."""
 _LINEAR = either(
-    one_of("model.experimental_attention_variant", "gated_delta_net", "gdn", "gdn2"),
+    one_of("model.experimental_attention_variant", *LINEAR_ATTENTION),
     contains("model.hybrid_layer_pattern", "G"),
     words="without --experimental-attention-variant gated_delta_net",
 )
 _SPARSE = one_of("model.experimental_attention_variant", "dsa")
 _NOT_WITH_SELECTED_KEYS = (
-    ("optimizer.qk_clip", "--qk-clip"),
-    ("logging.log_max_attention_logit", "--log-max-attention-logit"),
-    ("model.attn_logit_softcapping", "--attn-logit-softcapping"),
-    ("model.window_size", "--window-size"),
-    ("model.softmax_type", "--softmax-type", "off-by-one", "learnable"),
+    ("optimizer.qk_clip",),
+    ("logging.log_max_attention_logit",),
+    ("model.attn_logit_softcapping",),
+    ("model.window_size",),
+    ("model.softmax_type", "off-by-one", "learnable"),
 )
 """Settings of attention that sparse attention does not have, with the values that turn them on."""
 _ROPE = either(_LATENTS, one_of("model.position_embedding_type", "rope", "yarn"), words="without RoPE")
@@ -92,24 +94,15 @@ class ModelConfig(Section, on_resume=SHAPE):
     model_family: Literal["gpt", "bert", "t5", "hybrid", "vlm"] = setting(
         "gpt",
         conflicts=(
-            *(
-                conflict(path, of=of, why=why, fix=f"remove --{path.partition('.')[2].replace('_', '-')}")
-                for path, of, why in _NOT_OF_FAMILIES
-            ),
-            conflict(
-                "model.softmax_type",
-                "off-by-one",
-                "learnable",
-                of=("bert", "t5"),
-                fix="remove --softmax-type",
-            ),
+            *(conflict(path, of=of, why=why) for path, of, why in _NOT_OF_FAMILIES),
+            conflict("model.softmax_type", "off-by-one", "learnable", of=("bert", "t5")),
         ),
     )
     """Family of the model: a decoder (gpt), an encoder (bert), an encoder and a decoder (t5), a decoder of the layers of --hybrid-layer-pattern (hybrid), or a vision tower and a decoder (vlm). No flag in Megatron-LM, which has a script for each."""
     num_layers: int = setting(REQUIRED, at_least=1, at_most=1 << 16, example="GPT-2 small has 12")
     """Transformer layers of the model. T5 has as many in the encoder as in the decoder, a hybrid those of --hybrid-layer-pattern."""
     hybrid_layer_pattern: str | None = setting(None, adapts=has_same_layers, needs=_HYBRID)
-    """Layers of a hybrid, a letter each: M Mamba-2, G gated delta net, * attention, + multi-latent attention, - MLP, E experts. `|` ends a pipeline stage, and / precedes the layers of a depth of multi-token prediction."""
+    """Layers of a hybrid, a letter each: M Mamba-2, G gated delta net, * attention, + multi-latent attention, - MLP, E experts, P Mamba-2 and attention side by side. `|` ends a pipeline stage, and / precedes the layers of a depth of multi-token prediction."""
     hybrid_attention_ratio: float = setting(0.0, at_least=0, at_most=1, on_resume=SILENT, needs=_HYBRID)
     """Fraction of the --num-layers layers of a hybrid without --hybrid-layer-pattern that are attention; older form of the pattern."""
     hybrid_mlp_ratio: float = setting(0.0, at_least=0, at_most=1, on_resume=SILENT, needs=_HYBRID)
@@ -157,7 +150,7 @@ class ModelConfig(Section, on_resume=SHAPE):
     )
     """Use grouped-query attention with --num-query-groups."""
     num_query_groups: int = setting(AUTO, at_least=1)
-    """Key and value heads per attention layer. auto: one per query head."""
+    """Key and value heads per attention layer. auto: one per query head; with --group-query-attention 1, as in Megatron-LM."""
     multi_latent_attention: bool = False
     """Use multi-latent attention (MLA, DeepSeek-V2): queries, keys and values are projected from latents of low rank."""
     q_lora_rank: int | None = setting(None, at_least=1, needs=_LATENTS)
@@ -201,7 +194,9 @@ class ModelConfig(Section, on_resume=SHAPE):
         "head",
         needs=on("model.qk_layernorm"),
         conflicts=(
-            _excludes_latents("it normalizes the latents", "all_heads", when=on("model.qk_layernorm")),
+            _excludes_latents(
+                "--qk-layernorm normalizes the latents", "all_heads", when=on("model.qk_layernorm")
+            ),
             conflict(
                 "model.normalization",
                 "LayerNorm",
@@ -233,20 +228,9 @@ class ModelConfig(Section, on_resume=SHAPE):
     experimental_attention_variant: Literal["gated_delta_net", "gdn", "gdn2", "dsa"] | None = setting(
         None,
         conflicts=(
-            _excludes_latents(
-                "linear attention replaces attention by heads",
-                when=one_of("model.experimental_attention_variant", "gated_delta_net", "gdn", "gdn2"),
-            ),
-            conflict(
-                "model.model_family",
-                *("bert", "t5", "hybrid", "vlm"),
-                of=("dsa",),
-                fix="remove --experimental-attention-variant dsa",
-            ),
-            *(
-                conflict(path, *values, of=("dsa",), fix=f"remove {flag}")
-                for path, flag, *values in _NOT_WITH_SELECTED_KEYS
-            ),
+            _excludes_latents("linear attention replaces attention by heads", *LINEAR_ATTENTION),
+            conflict("model.model_family", "hybrid", "vlm", of=("dsa",)),
+            *(conflict(path, *values, of=("dsa",)) for path, *values in _NOT_WITH_SELECTED_KEYS),
         ),
     )
     """Linear attention in the layers that --linear-attention-freq selects: gated delta net, under two names, or its second variant (gdn2), whose decay and gates are per channel; in a hybrid, that of layers G. Or DeepSeek sparse attention (dsa) in all layers: latent attention to the keys that an indexer selects for each query."""

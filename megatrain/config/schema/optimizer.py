@@ -21,7 +21,13 @@ _LION = Need("unless {} or {} is lion", _RULE, lambda value_of: _of_elements(*ma
 _NORMED = ", after which their weights' scale has no effect"
 _DYNAMIC_SCALE = (on("precision.fp16"), off("precision.loss_scale"))
 _WARMUP = ": both set the length of warm-up"
-_DELAYED = one_of("precision.fp8_recipe", "delayed")
+_DELAYED = (on("precision.fp8_format"), one_of("precision.fp8_recipe", "delayed"))
+_NUMBERS = ": both decide the numbers of linear layers"
+_OWN_SCALES = conflict(
+    "precision.fp16",
+    why=": quantized gradients have scales of their own",
+    fix="use --bf16 in place of --fp16",
+)
 
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 """Schedules of weight decay."""
@@ -41,8 +47,8 @@ class OptimizerConfig(Section, on_resume=STEPS, taken_by=EVALUATION):
         on_resume=OPTIMIZER_STATE,
         conflicts=conflict(
             "model.use_mup",
-            when=_SOAP,
-            why=", which has no rule for its rates",
+            of=("soap",),
+            why=", which has no rule for SOAP's rates",
             fix="use --optimizer adam or muon",
         ),
     )
@@ -207,10 +213,13 @@ class ScheduleConfig(LrDecay):
         None, at_least=0, needs=none_of("schedule.weight_decay_incr_style", "constant")
     )
     """Weight decay at the end of training, unless it is constant."""
-    override_opt_param_scheduler: bool = setting(False, on_resume=SILENT)
+    override_opt_param_scheduler: bool = setting(False, on_resume=SILENT, needs=on("checkpoint.load"))
     """On resume, use the schedules of this command line instead of those of the checkpoint."""
     use_checkpoint_opt_param_scheduler: bool = setting(
-        False, on_resume=SILENT, conflicts=conflict("schedule.override_opt_param_scheduler")
+        False,
+        on_resume=SILENT,
+        needs=on("checkpoint.load"),
+        conflicts=conflict("schedule.override_opt_param_scheduler"),
     )
     """On resume, use the schedules of the checkpoint instead of those of this command line."""
 
@@ -227,12 +236,7 @@ class PrecisionConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """With --bf16: reduce gradients over replicas in bfloat16. Unlike in Megatron-LM, micro-batches are still accumulated in float32."""
     params_dtype: Literal["float32", "bfloat16", "float16", "float64"] = AUTO
     """Dtype of weights. auto: bfloat16 with --bf16, float16 with --fp16, else float32."""
-    fp8_format: Literal["e4m3", "hybrid"] | None = setting(
-        None,
-        conflicts=conflict(
-            "precision.fp16", why=": FP8 gradients have scales of their own", fix="use --bf16"
-        ),
-    )
+    fp8_format: Literal["e4m3", "hybrid"] | None = setting(None, conflicts=_OWN_SCALES)
     """Compute the linear layers of attention, MLPs and experts in FP8. e4m3: all tensors in E4M3. hybrid: gradients in E5M2."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = setting(
         "delayed", needs=on("precision.fp8_format")
@@ -248,7 +252,15 @@ class PrecisionConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     """With --fp8-recipe delayed: the largest value that decides a scale: that of the last iteration, or the maximum of those kept."""
     fp8_wgrad: bool = setting(True, needs=on("precision.fp8_format", "precision.fp4_format"))
     """Compute weight gradients in FP8. Off: in the dtype of the weights, from inputs that are saved in it."""
-    fp4_format: Literal["e2m1"] | None = None
+    fp4_format: Literal["e2m1"] | None = setting(
+        None,
+        conflicts=(
+            _OWN_SCALES,
+            conflict("precision.fp8_format", why=_NUMBERS),
+            conflict("model.multi_latent_attention"),
+            conflict("experts.num_experts"),
+        ),
+    )
     """Compute the linear layers of attention and MLPs with values of 4 bits. On CPUs only, which emulate it."""
     fp4_recipe: Literal["nvfp4"] = "nvfp4"
     """Scales and rounding with --fp4-format: see docs/training.md."""
@@ -269,8 +281,8 @@ class PrecisionConfig(Section, on_resume=SAFE, taken_by=EVALUATION):
     qat: Literal["fp8-channel", "int8", "int8-weights", "int4"] | None = setting(
         None,
         conflicts=(
-            conflict("precision.fp8_format", why=": both decide the numbers of linear layers"),
-            conflict("precision.fp4_format", why=": both decide the numbers of linear layers"),
+            conflict("precision.fp8_format", why=_NUMBERS),
+            conflict("precision.fp4_format", why=_NUMBERS),
             conflict("model.transformer_impl", "transformer_engine", fix="use --transformer-impl local"),
             conflict("optimizer.optimizer_cpu_offload", why=": passes do not set scales on the host"),
         ),

@@ -143,7 +143,7 @@ class ParallelConfig(Section, on_resume=SAFE):
             "training.device",
             "cuda",
             of=("gloo",),
-            fix="remove --distributed-backend (or set it to auto), or use --device cpu",
+            fix="use --distributed-backend nccl, or --device cpu",
         ),
     )
     """Backend of collectives. auto: nccl on GPUs, gloo on CPUs."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from megatrain.config.schema.model import LINEAR_ATTENTION
 from megatrain.config.schema.needs import above, conflict, on, one_of
 from megatrain.config.schema.resume_class import ORDER, SAFE, SHAPE, STEPS
 from megatrain.config.schema.setting import EVALUATION, Section, setting
@@ -14,15 +15,16 @@ _FILES: Final = on("data.image_data_path")
 _PLAIN_TOWER: Final = tuple(
     conflict(
         path,
+        *values,
         of=("like_language",),
         when=VLM,
         why=": the vision tower has plain attention and MLPs",
         fix="use --vision-model-type clip with --vision-hidden-size 1024 and --vision-num-attention-heads 16",
     )
-    for path in (
-        "model.multi_latent_attention",
-        "model.experimental_attention_variant",
-        "experts.num_experts",
+    for path, *values in (
+        ("model.multi_latent_attention",),
+        ("model.experimental_attention_variant", *LINEAR_ATTENTION),
+        ("experts.num_experts",),
     )
 )
 

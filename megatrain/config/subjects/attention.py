@@ -19,7 +19,7 @@ from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.plan_note import PlanNote
 from megatrain.config.registry import Notes, Problems, derives, note, overrides, rule
 from megatrain.config.schema.tree import flag_of
-from megatrain.config.schema.values import UnresolvedError, whole
+from megatrain.config.schema.values import whole
 from megatrain.config.subjects.model_spec import latent_sizes
 
 EAGER_BACKENDS: Final = ("unfused", "local", "math")
@@ -78,17 +78,17 @@ def _other_heads(hidden_size: int, heads: int) -> Iterator[Change]:
 def num_query_groups(draft: Draft) -> DerivedValue:
     model = draft.config.model
     if model.group_query_attention:
-        raise UnresolvedError  # The rule `query_groups_are_given` asks for it.
+        return DerivedValue(1, "the default with --group-query-attention, as in Megatron-LM")
     return DerivedValue(model.num_attention_heads, f"one for each of {model.num_attention_heads} heads")
 
 
-@rule
-def query_groups_are_given(draft: Draft) -> Problems:
-    """Check what the user gave, since a group count that cannot be derived is unresolved here."""
-    if draft.config.model.group_query_attention and not draft.is_given_or_stored("model.num_query_groups"):
-        yield Problem(
-            "--group-query-attention requires --num-query-groups, which is missing",
-            "add --num-query-groups 1, Megatron-LM's default, or the number of key and value heads of the model",
+@note("result")
+def all_heads_share_a_group(draft: Draft) -> Notes:
+    model = draft.config.model
+    if model.group_query_attention and draft.origins["model.num_query_groups"].kind == "derived":
+        yield (
+            "--group-query-attention without --num-query-groups: all query heads share one head of keys and values (multi-query"
+            " attention), as in Megatron-LM, where 1 is the default"
         )
 
 

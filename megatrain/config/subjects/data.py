@@ -40,7 +40,7 @@ def data_has_one_source(draft: Draft) -> Problems:
         )
     elif len(given) > 1 and not set(given) <= set(_PER_SPLIT):
         yield Problem(
-            f"{' and '.join(map(flag_of, given))} each name the training data",
+            f"{' and '.join(map(flag_of, given))} each name data",
             "keep one of them (only --train-data-path, --valid-data-path and --test-data-path can be combined)",
         )
     elif (

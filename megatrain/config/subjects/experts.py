@@ -411,16 +411,6 @@ def fp8_dispatch_that_only_rounds(draft: Draft) -> Notes:
 
 
 @rule
-def experts_require_uniform_layers(draft: Draft) -> Problems:
-    model, experts = draft.config.model, draft.config.experts
-    if experts.num_experts is not None and model.heterogeneous_layers_config_encoded_json is not None:
-        yield Problem(
-            "--num-experts is not supported together with --heterogeneous-layers-config-path, whose file has no experts",
-            "use --moe-layer-freq to choose the layers with experts, or --spec for custom layers",
-        )
-
-
-@rule
 def experts_require_sequence_parallel(draft: Draft) -> Problems:
     parallel = draft.config.parallel
     tp = parallel.tensor_model_parallel_size

@@ -226,24 +226,10 @@ def fp4_can_be_emulated(draft: Draft) -> Problems:
     precision, flag = draft.config.precision, f"--fp4-format {draft.config.precision.fp4_format}"
     if precision.fp4_format is None:
         return
-    if precision.fp8_format is not None:
-        yield Problem(
-            f"{flag} and --fp8-format {precision.fp8_format} exclude each other", "remove --fp4-format"
-        )
-    elif precision.fp16:
-        yield Problem(
-            f"{flag} is not supported together with --fp16: FP4 gradients have scales of their own",
-            "use --bf16",
-        )
-    elif draft.config.training.device == "cuda":
+    if draft.config.training.device == "cuda":
         yield Problem(
             f"{flag} is emulated on CPUs only: its products need Blackwell GPUs, and are not used there yet",
             "remove --fp4-format, and use --fp8-format hybrid --fp8-recipe tensorwise",
-        )
-    elif draft.config.model.multi_latent_attention or draft.config.experts.num_experts:
-        yield Problem(
-            f"{flag} is not supported together with --num-experts or --multi-latent-attention",
-            "remove --fp4-format",
         )
     else:
         for what, flags, size in dict.fromkeys(gemm_sizes(draft, gathers_values=True)):

@@ -16,6 +16,7 @@ from megatrain.config.registry import Notes, Problems, derives, note, overrides,
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import UnresolvedError
 from megatrain.config.subjects.model_spec import spec_of_flags
+from megatrain.config.subjects.packs import flags_of_packs
 from megatrain.config.subjects.pipeline import layer_ranges
 from megatrain.config.subjects.ranks import TP
 
@@ -127,11 +128,8 @@ def parts_read_whole_samples(draft: Draft) -> Problems:
     data, cp = draft.config.data, draft.config.parallel.context_parallel_size
     parts = (part for layer in draft.derived.model_spec.layers for part in layer.parts)
     kinds = dict.fromkeys(type(part) for part in parts if part.needs_whole_samples)
-    names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft", "pack_documents")
-    given = [flag_of(name) for name in names if getattr(data, name)]
-    removed = [*given]
-    if data.pack_documents and draft.config.parallel.dynamic_context_parallel:
-        removed.append("--dynamic-context-parallel")  # which needs packs
+    names = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
+    given = [*(flag_of(name) for name in names if getattr(data, name)), *flags_of_packs(draft.config)]
     for kind in kinds:
         is_sparse = issubclass(kind, SparseAttentionSpec)
         words = "--experimental-attention-variant dsa" if is_sparse else f"--spec: {kind.__name__}"
@@ -143,7 +141,7 @@ def parts_read_whole_samples(draft: Draft) -> Problems:
         if given:
             yield Problem(
                 f"{words} is not supported together with {' and '.join(given)}: it reads whole samples, and does not stop at the end of a document",
-                f"remove {' and '.join(removed)}",
+                f"remove {' and '.join(given)}",
             )
 
 

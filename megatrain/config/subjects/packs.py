@@ -39,10 +39,11 @@ def num_domain_ranks(draft: Draft) -> int:
     return draft.derived.data_parallel_size * draft.config.parallel.context_parallel_size
 
 
-def without_packs(config: Config) -> str:
-    """Return the fix that removes packs, with the flag that needs them."""
-    dynamic = " and --dynamic-context-parallel" if config.parallel.dynamic_context_parallel else ""
-    return f"remove --pack-documents{dynamic}"
+def flags_of_packs(config: Config) -> list[str]:
+    """Return --pack-documents and, if given, the flag that needs it; empty: samples are not packed."""
+    if not config.data.pack_documents:
+        return []
+    return ["--pack-documents", *["--dynamic-context-parallel"] * config.parallel.dynamic_context_parallel]
 
 
 def without_depths(draft: Draft) -> str:
@@ -174,7 +175,7 @@ def quantities_of_packs(draft: Draft) -> Notes:
 
 def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
     """Yield what packs are not supported with, and the remedies."""
-    config, remove = draft.config, without_packs(draft.config)
+    config, remove = draft.config, f"remove {' and '.join(flags_of_packs(draft.config))}"
     model, parallel, training = config.model, config.parallel, config.training
     micro, schedule, comm_types = training.micro_batch_size, parallel.pipeline_schedule, parallel.cp_comm_type
     experts, whole = config.experts, {"sinkhorn", "quantile_balancing", "global_aux_loss"}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatrain.config import ConfigError, Request, parse
-from megatrain.config.environment import LaunchEnvironment, launcher_of, read_environment
+from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.tools.doctor.finding import Finding
 from megatrain.tools.doctor.gpus import check_gpus
 from megatrain.tools.doctor.host import (
@@ -32,7 +32,7 @@ from megatrain.tools.plan.hardware import Cluster
 from megatrain.tools.plan.layouts import Layout
 from megatrain.tools.plan.search import Run
 from megatrain.tools.plan.step_time import rank_weights
-from megatrain.tools.subcommands import add_command
+from megatrain.tools.subcommands import add_command, launcher_of
 from megatrain.training.launch.ranks import local_gpu
 from megatrain.training.planning.gpus import GPUS
 

@@ -25,6 +25,7 @@ from megatrain.config.schema.values import AUTO, is_resolved
 from megatrain.data.files import log_to_stderr
 from megatrain.parallel.build_grid import build_grid
 from megatrain.storage.files import replace_file
+from megatrain.tools.subcommands import launcher_of
 from megatrain.training.engine import Engine
 from megatrain.training.launch.facts import gather_data_facts, plan_on_any_device
 from megatrain.training.launch.ranks import grid_shape
@@ -149,7 +150,7 @@ def write_ladder(ladder: Ladder, spec: LadderSpec) -> None:
 def script(ladder: Ladder, spec: LadderSpec) -> str:
     """Return the shell script of the runs, which is also a Slurm array."""
     names = " ".join(rung.name for rung in ladder.rungs)
-    launch = "python" if spec.ranks == 1 else f"torchrun --standalone --nproc-per-node {spec.ranks}"
+    launch = launcher_of(spec.ranks, most_of_node=spec.ranks)
     return f"""#!/usr/bin/env bash
 # The runs of a scaling ladder; each continues where it stopped. From the folder of pretrain.py:
 #   bash {shlex.quote(str(spec.folder / "run.sh"))} [NUMBER ...]     or, one job for each run:  sbatch {shlex.quote(str(spec.folder / "run.sh"))}

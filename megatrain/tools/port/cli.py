@@ -18,7 +18,6 @@ from typing import Any, Final
 from megatrain.config import InputError, Plan, Problem
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
-from megatrain.config.environment import launcher_of
 from megatrain.config.plan_note import GRADES, by_grade
 from megatrain.tools.port.evaluate import Command, Evaluation, evaluate
 from megatrain.tools.port.launch import (
@@ -34,7 +33,7 @@ from megatrain.tools.port.surroundings import exported, inner_exports, other_com
 from megatrain.tools.port.translate import PortedFlag, Translation, check, from_script, from_yaml, translate
 from megatrain.tools.port.variables import passes_arguments
 from megatrain.tools.port.words import Part, Word, plain, printable, quoted
-from megatrain.tools.subcommands import add_command
+from megatrain.tools.subcommands import add_command, launcher_of
 
 _PROGRAMS: Final = ("pretrain.py", *FAMILIES)
 

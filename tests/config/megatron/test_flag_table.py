@@ -138,6 +138,7 @@ LATER_DEFAULTS = {
     "--dataloader-type": "single", "--tiktoken-pattern": "v2", "--exit-signal": "SIGTERM",
     "--yarn-beta-fast": "32", "--yarn-beta-slow": "1", "--yarn-correction-range-round-to-int": "True",
     "--cp-comm-type": "p2p", "--mup-width-mult": "None", "--mup-output-mult": "None",  # 1, which Megatron-LM replaces by the ratio of sizes
+    "--num-query-groups": "None",  # 1, which Megatron-LM reads with --group-query-attention alone
     # Sizes that Megatron-LM's indexer needs, and a loss that it does not have without a factor.
     "--dsa-indexer-n-heads": "64", "--dsa-indexer-head-dim": "128", "--dsa-indexer-topk": "2048", "--dsa-indexer-loss-coeff": "0",
 }  # fmt: skip

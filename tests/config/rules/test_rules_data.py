@@ -8,7 +8,6 @@ from megatrain.config import Facts, StoredRun
 from megatrain.config.facts import DatasetFacts
 
 NULL = "--tokenizer-type NullTokenizer"
-SCHEDULE = "schedule.yaml"
 
 
 def dataset(prefix, num_sequences, *, split="all", weight=None):
@@ -33,34 +32,6 @@ def stored(iteration, *, consumed=None, datasets=(), start=0):
 
 
 CASES = {
-    "conflicting_settings": [
-        ("--dataloader-inter-document-masking --reset-attention-mask", "", None,
-         ("--dataloader-inter-document-masking", "--reset-attention-mask"),
-         ("--dataloader-inter-document-masking", "--reset-attention-mask")),
-        *((f"--dataset a.py:f {flag}", "--mock-data", Facts(digests={"data.dataset": "1"}), (flag.split()[0], "--dataset a.py:f"),
-           (f"remove {flag.split()[0]}",))
-          for flag in ("--data-schedule s", "--phase-transition-iterations 5", "--sft", "--multiple-validation-sets --full-validation")),
-        ("--sft", "", None, ("--sft", "--mock-data"), ("remove --sft",)),
-        ("--eval-micro-batch-size 1 --dataloader-type cyclic", "", None, ("--eval-micro-batch-size 1", "--dataloader-type cyclic"),
-         ("remove --eval-micro-batch-size",)),
-        ("--fim-data", "", None, ("--fim-data", "--mock-data"), ("remove --fim-data",)),
-        (f"{NULL} --data-path d --fim-data", "--mock-data", None, ("--fim-data", NULL), ("remove --fim-data",)),
-        *((f"--data-path d --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --fim-data {flag}", "--mock-data",
-           Facts(vocab_size=9), ("--fim-data", flag), (f"remove --fim-data, or {flag}",))
-          for flag in ("--sft", "--dataloader-inter-document-masking")),
-        *((f"{NULL} --data-path d --sft {flag}", "--mock-data", None, ("--sft", flag), (f"remove {flag}",))
-          for flag in ("--reset-attention-mask", "--eod-mask-loss", "--reset-position-ids")),
-        (f"--data-schedule {SCHEDULE}", "", None, ("--data-schedule", "--mock-data"), ("remove --data-schedule",)),
-        (f"{NULL} --data-path d --data-schedule {SCHEDULE} --dataloader-type cyclic", "--mock-data", None,
-         ("--data-schedule", "--dataloader-type cyclic"), ("remove --", ", or --dataloader-type")),
-        (f"{PHASES} 4", "", None, (PHASES, "--mock-data"), (f"remove {PHASES}",)),
-        (f"{NULL} --data-path d {PHASES} 4 --dataloader-type cyclic", "--mock-data", None,
-         (PHASES, "--dataloader-type cyclic"), ("remove --", ", or --dataloader-type")),
-        (f"{NULL} --data-path d {PHASES} 4 --data-schedule {SCHEDULE}", "--mock-data", None,
-         (PHASES, "--data-schedule"), ("remove --phase-transition-iterations, or --data-schedule",)),
-        (f"{NULL} --data-path d {PHASES} 4 --decrease-batch-size-if-needed", "--mock-data", None,
-         (PHASES, "--decrease-batch-size-if-needed"), (", or --decrease-batch-size-if-needed",)),
-    ],
     "data_has_one_source": [
         (NULL, "--mock-data", None, ("--data-path", "--mock-data"), ("--data-path", "--mock-data")),
         ("--data-path a", "", None,

@@ -7,16 +7,6 @@ from megatrain.config.model_spec.experts import ExpertsSpec, RouterSpec
 from megatrain.config.model_spec.mlp import MlpSpec
 
 OF_EXPERTS = ExpertsSpec(router=RouterSpec(num_experts=6, top_k=2), expert=MlpSpec(ffn_hidden_size=16))
-LAYERS = "--heterogeneous-layers-config-encoded-json"
-
-
-def layers(groups, width, other_groups="4"):
-    """A layer with these sizes, and three others."""
-    sizes = [(groups, width), *[(other_groups, "96")] * 3]
-    parts = [f'{{"attention":{{"num_query_groups":{g}}},"mlp":{{"ffn_hidden_size":{f}}}}}' for g, f in sizes]
-    return f'{{"block_configs":[{",".join(parts)}]}}'
-
-
 ETP = "--tensor-model-parallel-size 2 --sequence-parallel"
 FOUR = "--num-experts 4"
 
@@ -105,10 +95,6 @@ CASES = {
     "expert_ranks_have_experts": [
         ("--expert-model-parallel-size 2", "", Facts(world_size=2),
          ("--expert-model-parallel-size 2", "--num-experts"), ("--num-experts", "--expert-model-parallel-size")),
-    ],
-    "experts_require_uniform_layers": [
-        (f"--num-experts 4 {LAYERS} {layers('4', '96')}", "", None,
-         ("--num-experts", "--heterogeneous-layers-config-path"), ("--moe-layer-freq", "--spec")),
     ],
     "experts_require_sequence_parallel": [
         ("--num-experts 4 --tensor-model-parallel-size 2", "", Facts(world_size=2),

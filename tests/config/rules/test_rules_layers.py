@@ -77,10 +77,6 @@ CASES = {
 }  # fmt: skip
 
 
-TESTED_ELSEWHERE = ("parts_read_whole_samples",)
-"""With a part of the user's own: tests/extending."""
-
-
 @pytest.mark.parametrize(
     ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
 )

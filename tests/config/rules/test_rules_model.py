@@ -32,14 +32,6 @@ CASES = {
         ("--mlp-chunks-for-training 2 --seq-length 64 --seq-length-schedule 0:16", "", None,
          ("--mlp-chunks-for-training", "--seq-length-schedule"), ("remove --mlp-chunks-for-training",)),
     ],
-    "conflicting_settings": [
-        ("--qk-layernorm --qk-layernorm-width all_heads --normalization LayerNorm", "", None,
-         ("--qk-layernorm-width all_heads", "--normalization LayerNorm"),
-         ("--normalization RMSNorm", "--qk-layernorm-width head")),
-        ("--mtp-num-layers 1 --position-embedding-type learned_absolute --max-position-embeddings 128",
-         "--position-embedding-type", None,
-         ("--mtp-num-layers 1", "learned_absolute"), ("--position-embedding-type rope", "remove --mtp-num-layers")),
-    ],
     "mlp_has_one_activation": [
         ("--squared-relu", "", None, ("--swiglu", "--squared-relu"), ("one of them",)),
     ],

@@ -17,6 +17,17 @@ def test_float32_on_a_gpu_is_noted_unless_it_is_given(plan_of):
         assert note.startswith("--attention-backend auto: ")
 
 
+def test_one_query_group_by_default_is_noted(plan_of):
+    for flags, groups in (
+        ("", 4),
+        ("--group-query-attention --num-query-groups 2", 2),
+        ("--group-query-attention", 1),
+    ):
+        plan = plan_of(flags)
+        assert plan.config.model.num_query_groups == groups
+        assert any("multi-query attention" in note for note in plan.notes) == (groups == 1)
+
+
 def test_dropout_by_default_is_noted():
     config = parse(["--attention-dropout", "0.1"]).config
     origins = {setting.path: Origin("default") for setting in settings()}

@@ -8,10 +8,6 @@ FOUR = "--num-experts 4"
 HASHES = "--check-weight-hash-across-dp-replicas-interval 5"
 
 CASES = {
-    "conflicting_settings": [
-        (f"--tp-comm-overlap {FOUR} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "", None,
-         ("--tp-comm-overlap", "--moe-shared-expert-overlap"), ("remove --tp-comm-overlap",)),
-    ],
     "sharding_settings_agree": [
         ("--no-use-distributed-optimizer --data-parallel-sharding-strategy optim_grads", "", Facts(world_size=4),
          ("--data-parallel-sharding-strategy optim_grads", "--no-use-distributed-optimizer"),

@@ -602,10 +602,6 @@ TESTED_HERE = (
 )
 """Rules that tests of this file break without CASES."""
 CASES = {
-    "conflicting_settings": [
-        ("--load a --load-or-start --exit-on-missing-checkpoint", "", None,
-         ("--load-or-start", "--exit-on-missing-checkpoint"), ("remove --", ", or --")),
-    ],
     "vocabulary_is_in_the_folder": [
         ("--load hf:f --vocab-size 301", "", FOLDER, ("hf:f", "300 rows", "301 tokens"), ("resize_token_embeddings(301)",)),
     ],

@@ -3,14 +3,6 @@
 import pytest
 
 CASES = {
-    "conflicting_settings": [
-        ("--lr-decay-iters 9 --lr-decay-samples 18", "", None,
-         ("--lr-decay-iters 9", "--lr-decay-samples 18"), ("remove --", ", or --")),
-        ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "", None,
-         ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"), ("remove --", ", or --")),
-        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "", None,
-         ("--lr-warmup-fraction 0.1", "--lr-warmup-iters 1"), ("remove --", ", or --")),
-    ],
     "warmup_ends_before_decay": [
         ("--lr-warmup-iters 10", "", None, ("20 samples",), ("shorten", "--lr-warmup-iters", "--lr-decay-iters")),
     ],

@@ -26,11 +26,6 @@ CASES = {
         ("--padded-vocab-size 101 --tensor-model-parallel-size 2", "", Facts(world_size=2),
          ("--padded-vocab-size 101", "--tensor-model-parallel-size 2"), ("--padded-vocab-size 102",)),
     ],
-    "query_groups_are_given": [
-        (GQA, "", None, ("--group-query-attention", "--num-query-groups"), ("--num-query-groups",)),
-        (f"{GQA} --num-query-groups auto", "", None,
-         ("--group-query-attention", "--num-query-groups"), ("--num-query-groups",)),
-    ],
     "query_groups_have_an_effect": [
         ("--num-query-groups 2", "", None,
          ("--num-query-groups 2", "--group-query-attention"), ("--group-query-attention", "--num-query-groups")),

@@ -5,22 +5,6 @@ import pytest
 from megatrain.config import Facts
 
 CASES = {
-    "conflicting_settings": [
-        ("--seq-length 64 --seq-length-schedule 0:16 --cuda-graph-impl local", "", None,
-         ("--seq-length-schedule", "--cuda-graph-impl local", "a graph has one length"), ("remove --", ", or ")),
-        ("--loss a.py:f --z-loss-coeff 0.1", "", Facts(digests={"training.loss": "1"}), ("--z-loss-coeff 0.1", "--loss"), ("remove --", ", or --")),
-        ("--cpu-offloading-num-layers 1 --fine-grained-activation-offloading --offload-modules core_attn", "", None,
-         ("--fine-grained-activation-offloading", "--cpu-offloading-num-layers 1"), ("remove --", ", or --")),
-        ("--qk-clip --qk-layernorm", "", None, ("--qk-clip", "--qk-layernorm"), ("remove",)),
-        ("--qk-clip --qk-l2-norm", "", None, ("--qk-clip", "--qk-l2-norm"), ("remove",)),
-        ("--log-max-attention-logit --model-family bert", "", None,
-         ("--log-max-attention-logit", "--model-family bert"), ("remove",)),
-        ("--optimizer muon --optimizer-cpu-offload", "", None,
-         ("--optimizer-cpu-offload", "--optimizer muon"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
-        ("--optimizer soap --optimizer-cpu-offload", "", None,
-         ("--optimizer-cpu-offload", "--optimizer soap"), ("remove --optimizer-cpu-offload", "--optimizer adam")),
-        ("--optimizer soap --use-mup --mup-base-hidden-size 8", "", None, ("--use-mup", "--optimizer soap"), ("--optimizer adam",)),
-    ],
     "offloaded_modules_fit": [
         ("--fine-grained-activation-offloading", "", None, ("--offload-modules",), ("--offload-modules core_attn",)),
         ("--fine-grained-activation-offloading --offload-modules attn_proj", "", None,

@@ -15,7 +15,7 @@ def lora_covers_the_layers(draft: Draft) -> Problems:
         return
     if what:
         yield Problem(
-            f"--lora-rank {adapters.lora_rank}: adapts attention and dense MLPs of GPTs alone, and the model has {what}",
+            f"--lora-rank {adapters.lora_rank} adapts attention and dense MLPs of GPTs alone, and the model has {what}",
             "remove --lora-rank",
         )
     spec = draft.derived.model_spec

@@ -48,7 +48,7 @@ def uncovered_part(draft: Draft) -> str:
     parts = [part for layer in draft.derived.model_spec.all_layers for part in layer.parts]
     wrong = next((part for part in parts if not isinstance(part, AttentionSpec | MlpSpec)), None)
     if wrong is not None:
-        return type(wrong).__name__
+        return type(wrong).__name__.removesuffix("Spec")
     if any(isinstance(part, AttentionSpec) and part.latent is not None for part in parts):
         return "latent attention"
     return "" if draft.config.model.model_family == "gpt" else draft.config.model.model_family
@@ -60,7 +60,7 @@ def qat_covers_the_layers(draft: Draft) -> Problems:
     what = uncovered_part(draft)
     if draft.config.precision.qat is not None and what:
         yield Problem(
-            f"--qat {draft.config.precision.qat}: rounds attention and dense MLPs of GPTs alone, and the model has"
+            f"--qat {draft.config.precision.qat} rounds attention and dense MLPs of GPTs alone, and the model has"
             f" {what}",
             "remove --qat, and quantize the trained model: megatrain quantize",
         )

@@ -5,10 +5,6 @@ import pytest
 from megatrain.config import Facts
 
 CASES = {
-    "conflicting_settings": [
-        ("--context-parallel-chunk-means --calculate-per-token-loss", "", None,
-         ("--context-parallel-chunk-means", "--calculate-per-token-loss"), ("remove --", ", or --")),
-    ],
     "sequence_divides_over_context_ranks": [
         ("--context-parallel-size 4 --seq-length 20", "", Facts(world_size=4),
          ("--seq-length 20", "--context-parallel-size 4"), ("--seq-length 24",)),

@@ -3,25 +3,8 @@
 import pytest
 
 MLA = "--multi-latent-attention"
-JSON = '{"block_configs":[' + ",".join(['{"attention":{},"mlp":{}}'] * 4) + "]}"
 
 CASES = {
-    "conflicting_settings": [
-        (f"{MLA} --group-query-attention --num-query-groups 4", "", None,
-         ("--group-query-attention", MLA), ("remove --group-query-attention",)),
-        (f"{MLA} --rotary-interleaved", "", None, ("--rotary-interleaved", MLA), ("remove",)),
-        (f"{MLA} --no-rope-freq 2", "", None, ("--no-rope-freq", MLA), ("remove",)),
-        (f"{MLA} --qk-layernorm --qk-layernorm-width all_heads", "", None,
-         ("--qk-layernorm-width all_heads", MLA), ("remove",)),
-        (f"{MLA} --qk-layernorm --apply-wd-to-qk-layernorm", "", None,
-         ("--apply-wd-to-qk-layernorm", MLA), ("remove",)),
-        (f"{MLA} --attention-output-gate", "", None, ("--attention-output-gate", MLA), ("remove",)),
-        (f"{MLA} --experimental-attention-variant gdn --linear-attention-freq 2", "", None,
-         ("--experimental-attention-variant", MLA), ("remove",)),
-        (f"{MLA} --use-mup", "", None, ("--use-mup", MLA), ("remove",)),
-        (f"{MLA} --heterogeneous-layers-config-encoded-json {JSON}", "", None,
-         ("--heterogeneous-layers-config-encoded-json", MLA), ("remove",)),
-    ],
     "yarn_has_an_original_length": [
         (f"{MLA} --position-embedding-type yarn", "", None,
          ("--position-embedding-type yarn", MLA), ("--position-embedding-type rope --rope-type yarn",)),

@@ -13,13 +13,6 @@ CASES = {
          ("--dsa-indexer-head-dim 32", "--qk-pos-emb-head-dim 64"), ("--dsa-indexer-head-dim 64",)),
         (f"{DSA} {MLA} --attention-backend flash2 --bf16", "", Facts(device="cuda"), ("--attention-backend flash2", DSA), ("auto",)),
     ],
-    "conflicting_settings": [
-        (f"{DSA} {MLA} --qk-clip", "", None, (DSA, "--qk-clip"), ("remove --qk-clip",)),
-        (f"{DSA} {MLA} --log-max-attention-logit", "", None,
-         (DSA, "--log-max-attention-logit"), ("remove --log-max-attention-logit",)),
-        (f"{DSA} {MLA} --window-size 8,0", "", None, (DSA, "--window-size"), ("remove --window-size",)),
-        (f"{DSA} {MLA} --softmax-type learnable", "", None, (DSA, "--softmax-type"), ("remove --softmax-type",)),
-    ],
     "parts_read_whole_samples": [
         (f"{DSA} {MLA} --context-parallel-size 2", "", Facts(world_size=2),
          ("--context-parallel-size 2", DSA), ("--context-parallel-size 1",)),

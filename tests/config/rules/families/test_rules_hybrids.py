@@ -5,7 +5,6 @@ import pytest
 from megatrain.config import Facts
 
 HYBRID = "--model-family hybrid --mamba-head-dim 2 --mamba-num-groups 2"
-EXPERTS = "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"
 SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
 STAGES = "--pipeline-model-parallel-size 2"
 
@@ -34,12 +33,6 @@ CASES = {
          ("use --mamba-num-heads 63",)),
         (pattern("M*/M", "--mtp-num-layers 2 --position-embedding-type rope"), "", None,
          ("1 depths", "--mtp-num-layers is 2"), ("as often as --mtp-num-layers",)),
-    ],
-    "conflicting_settings": [
-        (pattern("M*", "--no-rope-freq 2 --position-embedding-type rope"), "", None, ("--no-rope-freq",),
-         ("remove --no-rope-freq",)),
-        (f"--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope {EXPERTS}", "", None,
-         ("--mtp-use-repeated-layer", "global_aux_loss"), ("aux_loss", "remove --mtp-use-repeated-layer")),
     ],
     "pipeline_is_valid": [
         (pattern("M|*|-", STAGES), "", Facts(world_size=2), ("3 stages (|)", "--pipeline-model-parallel-size 2"),

@@ -9,10 +9,6 @@ from megatrain.config import Facts
 
 BERT, T5 = "--model-family bert", "--model-family t5 --decoder-seq-length 8"
 CASES = {
-    "conflicting_settings": [
-        (f"{BERT} --dataset a.py:f", "--mock-data", None,
-         ("--dataset a.py:f", "--model-family bert"), ("remove --dataset",)),
-    ],
     "samples_hold_text": [
         (f"{BERT} --seq-length 4", "--seq-length", None, ("--seq-length 4", "bert"), ("--seq-length 5",)),
         (f"{T5} --seq-length 3", "--seq-length", None, ("--seq-length 3", "t5"), ("--seq-length 4",)),

@@ -10,16 +10,6 @@ LEARNED = "--position-embedding-type learned_absolute --max-position-embeddings"
 RELATIVE = "--position-embedding-type relative"
 
 CASES = {
-    "conflicting_settings": [
-        (f"{BERT} --window-size 8,0", "", None, (BERT, "--window-size"), ("remove --window-size",)),
-        (f"{T5} --mtp-num-layers 1", "", None, ("--mtp-num-layers",), ("remove --mtp-num-layers",)),
-        (f"{T5} --use-parallel-residual", "", None, ("--use-parallel-residual",), ("remove --use-parallel-residual",)),
-        (f"{BERT} --softmax-type learnable", "", None, ("--softmax-type learnable",), ("remove --softmax-type",)),
-        (f"{BERT} --calculate-per-token-loss", "", None,
-         (BERT, "--calculate-per-token-loss"), ("remove --calculate-per-token-loss",)),
-        (f"{T5} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "", Facts(world_size=2),
-         ("--tp-comm-overlap",), ("remove --tp-comm-overlap",)),
-    ],
     "context_ranks_have_one_stack": [
         (f"{T5} --context-parallel-size 2", "", Facts(world_size=2),
          ("--context-parallel-size 2", "--model-family t5"), ("--context-parallel-size 1", "--sequence-parallel")),

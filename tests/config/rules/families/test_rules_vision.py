@@ -36,10 +36,6 @@ CASES = {
         (f"{CLIP} --vision-num-attention-heads 1 --tensor-model-parallel-size 2", "", Facts(world_size=2),
          ("--vision-num-attention-heads 1", "2"), ("--tensor-model-parallel-size 1",)),
     ],
-    "conflicting_settings": [
-        (f"{VLM} --num-experts 4", "", None, ("--vision-model-type like_language", "--num-experts"), ("--vision-model-type clip",)),
-        (f"{VLM} --mtp-num-layers 1", "", None, ("--mtp-num-layers",), ("remove --mtp-num-layers",)),
-    ],
     "images_are_mock_data": [
         (f"{VLM} --tokenizer-type NullTokenizer --data-path d", "--mock-data", Facts(datasets=(TEXT,)),
          ("d has text without images", "--image-data-path"), ("remove --data-path", "--mock-data")),

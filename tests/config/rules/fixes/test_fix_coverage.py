@@ -47,8 +47,6 @@ REACHED_OTHERWISE = {
     ("schema/tokenizer.py", "tokenizer_problems", 1): "the command line checks choices",
     ("subjects/layers.py", "linears_divide_over_ranks", 0): "a part of the user's own: tests/extending",
     ("subjects/layers.py", "custom_layers_go_on", 0): "a function of the user's own: test_rules_resume.py",
-    ("subjects/layers.py", "parts_read_whole_samples", 0): "a part of the user's own: tests/extending",
-    ("subjects/layers.py", "parts_read_whole_samples", 1): "a part of the user's own: tests/extending",
 }
 UPCYCLED = "--num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size"
 RUN = "--global-batch-size 8 --train-iters 10 --load c --save c"

@@ -22,7 +22,7 @@ MAX_ROUNDS = 3
 NEED_A_USER = frozenset(
     {
         "data_has_one_source", "blends_have_positive_weights", "validation_sets_are_separate", "vocabulary_is_known",
-        "cublas_is_deterministic", "load_balancing_is_valid", "experts_require_uniform_layers", "layer_sizes_are_valid",
+        "cublas_is_deterministic", "load_balancing_is_valid", "layer_sizes_are_valid",
         "query_groups_fit_the_heads_of_layers", "stages_are_not_empty", "spec_names_a_function", "batch_sizes_are_valid",
         "teacher_is_a_gpt", "teacher_has_the_vocabulary", "cached_outputs_are_of_this_run", "vocabulary_is_in_the_folder",
     }
