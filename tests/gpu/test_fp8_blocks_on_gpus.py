@@ -5,6 +5,7 @@ Needs a Hopper GPU, whose cuBLAS multiplies blocks with fp32 scales.
 
 import pytest
 import torch
+from kernel_reference import reference
 
 from megatrain.kernels.activations import SILU, Activation
 from megatrain.kernels.fp8.blocks import (
@@ -12,14 +13,11 @@ from megatrain.kernels.fp8.blocks import (
     block_gemm,
     block_gemm_reference,
     cast_blocks,
-    cast_blocks_reference,
     cast_square_blocks,
-    cast_square_blocks_reference,
 )
 from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.rows import (
     cast_rows,
-    cast_rows_reference,
     decode_rows,
     grouped_gemm,
     grouped_gemm_reference,
@@ -69,16 +67,10 @@ def decoded(operand: Operand) -> torch.Tensor:
 def test_casts_are_those_of_the_references_bit_for_bit(
     kind: str, size: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    cast, reference = (
-        (cast_blocks, cast_blocks_reference)
-        if kind == "row blocks"
-        else (cast_square_blocks, cast_square_blocks_reference)
-    )
+    cast = cast_blocks if kind == "row blocks" else cast_square_blocks
     x = drawn(*size)
     x[0, :3] = torch.tensor([float("nan"), float("inf"), -3e38])
-    for found, expected in zip(
-        cast(x, dtype), reference(x, dtype, 128, rows=True, columns=True), strict=True
-    ):
+    for found, expected in zip(cast(x, dtype), reference(cast)(x, dtype), strict=True):
         assert found is not None
         assert expected is not None
         assert torch.equal(found.scale, expected.scale)
@@ -179,7 +171,7 @@ def test_a_grouped_product_is_that_of_the_emulation(ends: tuple[int, ...], fast:
 def test_casts_of_rows_are_those_of_the_references_bit_for_bit() -> None:
     for x in (drawn(1000, 7168), drawn(3, 2816, 2048)):
         x.view(-1, x.shape[-1])[5, :2] = torch.tensor([float("nan"), float("inf")])
-        found, expected = cast_rows(x), cast_rows_reference(x)
+        found, expected = cast_rows(x), reference(cast_rows)(x)
         assert torch.equal(found.scale, expected.scale)
         assert torch.equal(found.codes.float().nan_to_num(-1), expected.codes.float().nan_to_num(-1))
 

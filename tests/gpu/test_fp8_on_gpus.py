@@ -5,14 +5,14 @@ Needs a GPU with FP8 tensor cores: Ada, Hopper or later.
 
 import pytest
 import torch
+from kernel_reference import reference
 
 from megatrain.kernels.activations import SILU, Activation
 from megatrain.kernels.fp8.gemms import Operand, accumulate_gemm, gemm, gemm_reference
 from megatrain.kernels.fp8.quantize import (
-    amax_reference,
+    amax,
     current_scale,
     quantize,
-    quantize_reference,
     scale_of,
 )
 from megatrain.parallel.batch import PassInfo
@@ -74,11 +74,11 @@ def test_a_product_is_that_of_the_emulation(
 @pytest.mark.parametrize("size", [(1, 16), (130, 260), (8192, 14336), (28672, 4096)])
 def test_casts_are_those_of_the_references_bit_for_bit(size: tuple[int, int], dtype: torch.dtype) -> None:
     x = drawn(*size)
-    assert torch.equal(current_scale(x, dtype), scale_of(amax_reference(x), torch.finfo(dtype).max))
-    scale = scale_of(amax_reference(x) / 2, torch.finfo(dtype).max)
+    assert torch.equal(current_scale(x, dtype), scale_of(reference(amax)(x), torch.finfo(dtype).max))
+    scale = scale_of(reference(amax)(x) / 2, torch.finfo(dtype).max)
     x[0, :3] = torch.tensor([float("nan"), float("inf"), -3e38])
     found = quantize(x, scale, dtype)
-    expected = quantize_reference(x, scale, dtype, rows=True, columns=True)
+    expected = reference(quantize)(x, scale, dtype, rows=True, columns=True)
     for one, other in zip(found, expected, strict=True):
         assert one is not None
         assert other is not None

@@ -59,11 +59,6 @@ def cast_blocks(
     """Cast a matrix with a scale per 1 x `block` elements along each inner dimension: `x` is [r, c]."""
     if is_fused(x):
         return _as_cast(fused.cast_blocks(x, dtype, block, rows, columns))
-    return cast_blocks_reference(x, dtype, block, rows=rows, columns=columns)
-
-
-def cast_blocks_reference(x: Tensor, dtype: torch.dtype, block: int, *, rows: bool, columns: bool) -> Cast:
-    """Cast with torch operators."""
     return Cast(
         _row_blocks(x, dtype, block) if rows else None,
         _row_blocks(x.t().contiguous(), dtype, block) if columns else None,
@@ -76,13 +71,6 @@ def cast_square_blocks(
     """Cast a matrix with a scale per `block` x `block` elements, the same in both orders: `x` is [r, c]."""
     if is_fused(x):
         return _as_cast(fused.cast_square_blocks(x, dtype, block, rows, columns))
-    return cast_square_blocks_reference(x, dtype, block, rows=rows, columns=columns)
-
-
-def cast_square_blocks_reference(
-    x: Tensor, dtype: torch.dtype, block: int, *, rows: bool, columns: bool
-) -> Cast:
-    """Cast with torch operators."""
     r, c = x.shape
     tiles = _padded(x, block, block).unflatten(1, (-1, block)).unflatten(0, (-1, block))
     scale = power_of_two_scale(tiles.abs().amax(dim=(1, 3)).float(), torch.finfo(dtype).max)

@@ -49,12 +49,7 @@ def cast_rows(x: Tensor, amax: Tensor | None = None) -> RowCast:
     """
     if is_fused(x):
         return RowCast(*fused.cast_rows(x, amax, FORMAT))
-    return cast_rows_reference(x, amax)
-
-
-def cast_rows_reference(x: Tensor, amax: Tensor | None = None) -> RowCast:
-    """Cast with torch operators."""
-    amax = x.abs().amax(dim=-1).float() if amax is None else amax
+    amax = row_amax(x) if amax is None else amax
     scale = power_of_two_scale(amax, torch.finfo(FORMAT).max)
     codes = encode(x.to(accumulation_dtype(x.dtype)) * scale[..., None], FORMAT)
     return RowCast(codes, scale.reciprocal())

@@ -187,8 +187,14 @@ def permute_rows(x: Tensor, permutation: Permutation) -> Tensor:
 
 def unpermute_rows(rows: Tensor, permutation: Permutation) -> Tensor:
     """Sum the rows of each token's assignments in the accumulation dtype: [r, h] -> [t, h]."""
-    gather_sum = fused.gather_sum if is_fused(rows) else gather_sum_reference
-    return gather_sum(rows, permutation.rows)
+    if is_fused(rows):
+        return fused.gather_sum(rows, permutation.rows)
+    total = torch.zeros(
+        len(permutation.rows), rows.shape[1], dtype=accumulation_dtype(rows.dtype), device=rows.device
+    )
+    for column in permutation.rows.unbind(1):
+        total += gather_rows_reference(rows, column)
+    return total.to(rows.dtype)
 
 
 def permute_values(values: Tensor, permutation: Permutation) -> Tensor:
@@ -204,14 +210,6 @@ def unpermute_values(values: Tensor, permutation: Permutation) -> Tensor:
 def gather_rows_reference(x: Tensor, index: Tensor) -> Tensor:
     """Gather rows of x, zeros for index -1 (also if x has NaN): [n, h] and int64 [r] -> [r, h]."""
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
-
-
-def gather_sum_reference(x: Tensor, index: Tensor) -> Tensor:
-    """Gather k rows of x per output row and sum them in order, without index -1: [n, h] and int64 [r, k] -> [r, h]."""
-    total = torch.zeros(len(index), x.shape[1], dtype=accumulation_dtype(x.dtype), device=x.device)
-    for column in index.unbind(1):
-        total += gather_rows_reference(x, column)
-    return total.to(x.dtype)
 
 
 def _gather_values(x: Tensor, index: Tensor) -> Tensor:
