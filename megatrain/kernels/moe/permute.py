@@ -11,11 +11,10 @@ wait for counts. On GPUs fused kernels sort and move the rows. The references he
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import permute as fused
@@ -216,42 +215,3 @@ def _gather_values(x: Tensor, index: Tensor) -> Tensor:
     if is_fused(x):
         return fused.gather_values(x, index)
     return gather_rows_reference(x[:, None], index.flatten()).view(index.shape)
-
-
-class PermuteRows(Function):
-    """`permute_rows`, differentiably."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permute_rows(x, permutation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return unpermute_rows(grads[0], ctx.permutation), None
-
-
-class PermuteValues(Function):
-    """`permute_values`, differentiably."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permute_values(values, permutation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return unpermute_values(grads[0], ctx.permutation), None
-
-
-class UnpermuteRows(Function):
-    """`unpermute_rows`, differentiably."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return unpermute_rows(rows, permutation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return permute_rows(grads[0], ctx.permutation), None
