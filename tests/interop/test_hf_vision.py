@@ -19,7 +19,6 @@ from megatrain.data.images.pixels import Tiling, decode
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.model.gpt import Model
-from megatrain.parallel.layout import whole_box
 from megatrain.tools.compare_logits import logits_of_heads, logits_of_transformers, with_image
 from megatrain.tools.main import main
 from megatrain.training.launch.ranks import joined_ranks
@@ -119,12 +118,8 @@ def model_of(checkpoint: Path) -> Model:
 
 def canonical(checkpoint: Path) -> dict[str, Tensor]:
     """Return all weights of a checkpoint of ours."""
-    found = {}
     with CheckpointReader(checkpoint) as reader:
-        for name, one in reader.manifest.model_tensors.items():
-            found[name] = torch.empty(one.shape)
-            reader.read_box(found[name], kind="weight", name=name, shape=one.shape, box=whole_box(one.shape))
-    return found
+        return {name: reader.values(name, one.shape) for name, one in reader.manifest.model_tensors.items()}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SHUFFLED])
