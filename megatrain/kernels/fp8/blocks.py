@@ -107,21 +107,14 @@ def block_gemm(
 ) -> Tensor:
     """Return a b^T + bias in `dtype`: [m, k] in row blocks, [n, k] in square blocks -> [m, n]."""
     if not a.codes.is_cuda or dtype is torch.float64:
-        return block_gemm_reference(a, b, dtype, bias, block)
+        wide = accumulation_dtype(dtype)
+        n, k = b.codes.shape
+        factor = b.scale[:, : cdiv(k, block)].repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :k]
+        out = _decoded(a, wide, block) @ (b.codes.to(wide) * factor).t()
+        return (out if bias is None else out + bias).to(dtype)
     assert block == BLOCK, f"cuBLAS multiplies blocks of {BLOCK}, not of {block}"
     out = _multiplied(a, b, F.ScalingType.BlockWise128x128, dtype)
     return out if bias is None else out.add_(bias)
-
-
-def block_gemm_reference(
-    a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, block: int
-) -> Tensor:
-    """Compute the GEMM with torch operators, in the accumulation dtype of the result."""
-    wide = accumulation_dtype(dtype)
-    n, k = b.codes.shape
-    factor = b.scale[:, : cdiv(k, block)].repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :k]
-    out = _decoded(a, wide, block) @ (b.codes.to(wide) * factor).t()
-    return (out if bias is None else out + bias).to(dtype)
 
 
 def row_block_gemm_reference(

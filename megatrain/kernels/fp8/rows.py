@@ -85,9 +85,14 @@ def grouped_gemm(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype, 
     """
     if is_fake(x.codes):
         return x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
-    if not x.codes.is_cuda or dtype is not torch.bfloat16:
-        return grouped_gemm_reference(x, weight, ends, dtype)
-    out: Tensor = torch._scaled_grouped_mm(  # noqa: SLF001 (`F.scaled_grouped_mm` calls it)
+    if not x.codes.is_cuda or dtype is not torch.bfloat16:  # group by group
+        wide = accumulation_dtype(dtype)
+        out = x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
+        for group, rows in groups_of(ends):
+            sums = x.codes[rows].to(wide) @ weight.codes[group].to(wide).t()
+            out[rows] = (sums * x.scale[rows, None] * weight.scale[group]).to(dtype)
+        return out
+    out = torch._scaled_grouped_mm(  # noqa: SLF001 (`F.scaled_grouped_mm` calls it)
         x.codes,
         weight.codes.transpose(1, 2),
         x.scale,
@@ -96,14 +101,4 @@ def grouped_gemm(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype, 
         out_dtype=dtype,
         use_fast_accum=fast,
     )
-    return out
-
-
-def grouped_gemm_reference(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the GEMMs group by group with torch operators, in the accumulation dtype of the result."""
-    wide = accumulation_dtype(dtype)
-    out = x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
-    for group, rows in groups_of(ends):
-        sums = x.codes[rows].to(wide) @ weight.codes[group].to(wide).t()
-        out[rows] = (sums * x.scale[rows, None] * weight.scale[group]).to(dtype)
     return out
