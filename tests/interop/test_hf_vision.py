@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import pretrain
 from megatrain.checkpoint.reader import CheckpointReader
-from megatrain.config import parse
 from megatrain.data.images.anyres import AnyRes
 from megatrain.data.images.pixels import Tiling, decode
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
@@ -21,9 +21,6 @@ from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.model.gpt import Model
 from megatrain.tools.compare_logits import logits_of_heads, logits_of_transformers, with_image
 from megatrain.tools.main import main
-from megatrain.training.launch.ranks import joined_ranks
-from megatrain.training.logging.console import Console, Phases
-from megatrain.training.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -318,10 +315,7 @@ def trained(words: str, folder: Path) -> dict[str, Tensor]:
         "--use-checkpoint-args --mock-data --seq-length 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 2"
         f" --lr 1e-2 --lr-warmup-iters 0 --eval-iters 0 --load {folder} --save {folder} {words}"
     )
-    with joined_ranks(parse(flags.split()), Phases(Console(is_quiet=True))) as ranks:
-        trainer = Trainer(ranks)
-        trainer.resume()
-        assert trainer.train() == 0
+    assert pretrain.main(flags.split()) == 0
     return canonical(folder / "iter_0000002")
 
 
