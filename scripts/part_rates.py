@@ -20,7 +20,7 @@ from roofline import active_width, plan_of
 from megatrain.config import Plan
 from megatrain.kernels.attention.backends import attention_kernel
 from megatrain.kernels.attention.interface import MaskSpec
-from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.kernels.linear import accumulate_weight_gradient
 
 WARM_UP, REPEATS = 5, 20
 

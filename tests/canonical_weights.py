@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import DTYPES
-from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.kernels.quantization.packing import unpack
 from megatrain.kernels.quantization.rounding import dequantize
-from megatrain.parallel.layout import BoxRange, ParamLayout, whole_box
+from megatrain.parallel.layout import BoxRange, ParamLayout
 from megatrain.tools.quantization.plan import format_of
 
 
@@ -44,10 +44,18 @@ def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:
             if kind not in tensor.kinds:
                 continue
             stored = tensor.kinds[kind]
-            values = torch.empty(tensor.shape, dtype=DTYPES[stored.dtype])
-            reader.read_box(values, kind=kind, name=name, shape=tensor.shape, box=whole_box(tensor.shape))
+            values = reader.values(name, tensor.shape, kind=kind, dtype=DTYPES[stored.dtype])
             hashes[name] = hashlib.sha256(values.view(-1).view(torch.uint8).numpy().data).hexdigest()
     return hashes
+
+
+def stored_values(reader: TensorReader) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint in fp32, by KIND/NAME."""
+    return {
+        f"{kind}/{name}": reader.values(name, tensor.shape, kind=kind)
+        for name, tensor in reader.manifest.tensors.items()
+        for kind in tensor.kinds
+    }
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

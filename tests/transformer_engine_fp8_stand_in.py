@@ -3,6 +3,8 @@
 A cast returns the values of the codes, so that products of them are those of FP8 matrices.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -10,6 +12,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
+from megatrain.parallel.batch import PassInfo
 
 INPUT, WEIGHT, GRADIENT = ("scaling_fwd", 0), ("scaling_fwd", 1), ("scaling_bwd", 0)
 _SLOTS = {"scaling_fwd": 3, "scaling_bwd": 2}
@@ -106,3 +111,12 @@ def recipe_module() -> ModuleType:
     for one in (Format, *RECIPES):
         setattr(module, one.__name__, one)
     return module
+
+
+@contextlib.contextmanager
+def casting_once(self: TEFp8Linear, info: PassInfo) -> Iterator[dict[str, bool | None]]:
+    """Replace `TEFp8Linear.casting` by a fault: only the first call in training casts the weight, for all steps."""
+    is_first = not hasattr(self, "was_cast")
+    self.was_cast = True  # type: ignore[attr-defined]
+    with self.autocast:
+        yield {"is_first_microbatch": is_first if info.is_training else None}

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.adaptation import Adaptation
 from megatrain.checkpoint.errors import LOAD_FIX, CheckpointError, DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
-from megatrain.checkpoint.local.load import complete_node, find_replaceable_files
+from megatrain.checkpoint.local.load import OfNode, complete_node, find_replaceable_files
 from megatrain.checkpoint.local.nodes import Node, find_node
 from megatrain.checkpoint.manifest import OF_TRAINING, Manifest, name_key
 from megatrain.checkpoint.parts import read_manifest
@@ -77,27 +76,14 @@ def load_checkpoint(
         MismatchError: an intact checkpoint is of another model.
     """
     skipped: list[tuple[Candidate, str]] = []
-    node: Node | None = None
+    load = _Load(optimizer, grid, with_optimizer, adaptation)
     for candidate in _agreed_candidates((folder, *also), grid):
         if candidate.problem is not None:
             skipped.append((candidate, f"{candidate.path}: {candidate.problem}"))
             continue
-        # An adaptation asks which tensors there are.
-        rank = grid.rank if adaptation is None else None
-        opener = partial(_opened, candidate, rank, open_foreign, checks_folder=grid.world.is_first)
-        load = partial(
-            _load_opened, opener, optimizer, grid, with_optimizer=with_optimizer, adaptation=adaptation
-        )
-        copied: list[str] = []
+        is_local = local is not None and candidate.path.parent == local
         try:
-            if local is not None and candidate.path.parent == local:
-                kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
-                assert isinstance(optimizer, ShardedOptimizer), "a run has local checkpoints"
-                with _as_damaged():
-                    node = node or find_node(local, grid)
-                manifest, copied = _load_local(candidate.path, node, optimizer, grid, kinds, load)
-            else:
-                manifest = load()
+            manifest, copied = load.of(candidate, open_foreign, local=local if is_local else None)
         except DamagedError as error:
             skipped.append((candidate, error.problems[0].text))
             continue
@@ -129,26 +115,82 @@ def _nothing_intact(
     )
 
 
-def _load_local(
-    path: Path,
-    node: Node,
-    optimizer: ShardedOptimizer,
-    grid: RankGrid,
-    kinds: Sequence[str],
-    load: Callable[[], Manifest],
-) -> tuple[Manifest, list[str]]:
-    """Load a local checkpoint with files of other nodes: those that a node lacks, or that are damaged there. Return their names too."""
-    with _as_damaged():
-        copied = complete_node(path, node, optimizer, grid, kinds)
-    try:
-        return load(), copied
-    except DamagedError:
+@dataclass
+class _Load:
+    """Loads checkpoints into the optimizer of this rank; all ranks call it alike."""
+
+    optimizer: LoadTarget
+    grid: RankGrid
+    with_optimizer: bool
+    adaptation: Adaptation | None
+    node: Node | None = None
+    """The ranks of this node, once a local checkpoint is loaded."""
+
+    def of(
+        self, candidate: Candidate, open_foreign: Callable[[Path], TensorReader | None], local: Path | None
+    ) -> tuple[Manifest, list[str]]:
+        """Load a candidate, which is in the folder `local` of each node or in a shared one; return names of copied files too."""
+
+        def open_reader() -> TensorReader:
+            foreign = open_foreign(candidate.path)
+            if foreign is not None:
+                return foreign
+            is_first = self.grid.world.is_first
+            manifest = check_folder(candidate.path, candidate.iteration) if is_first else None
+            # An adaptation asks which tensors there are.
+            return CheckpointReader(
+                candidate.path, manifest, rank=self.grid.rank if self.adaptation is None else None
+            )
+
+        if local is None:
+            return self.opened(open_reader), []
         with _as_damaged():
-            damaged = find_replaceable_files(path, node, grid.messages) if node.num_nodes > 1 else []
-            if not damaged:
-                raise
-            copied += complete_node(path, node, optimizer, grid, kinds, damaged)
-        return load(), copied
+            self.node = self.node or find_node(local, self.grid)
+        copied = self._completed(candidate.path, self.node)
+        try:
+            return self.opened(open_reader), copied
+        except DamagedError:
+            with _as_damaged():
+                many = self.node.num_nodes > 1
+                damaged = many and find_replaceable_files(candidate.path, self.node, self.grid.messages)
+                if not damaged:
+                    raise
+            copied += self._completed(candidate.path, self.node, damaged)
+            return self.opened(open_reader), copied
+
+    def _completed(self, path: Path, node: Node, damaged: Sequence[OfNode] = ()) -> list[str]:
+        """Copy files of a local checkpoint from other nodes: those that a node lacks, or that are damaged there. Return their names."""
+        assert isinstance(self.optimizer, ShardedOptimizer), "a run has local checkpoints"
+        kinds = self.optimizer.kinds if self.with_optimizer else (WEIGHT,)
+        with _as_damaged():
+            return complete_node(path, node, self.optimizer, self.grid, kinds, damaged)
+
+    def opened(self, open_reader: Callable[[], TensorReader]) -> Manifest:
+        """Load what a function opens on each rank; an error on one rank is raised on all."""
+        opened: list[TensorReader] = []
+        optimizer, messages = self.optimizer, self.grid.messages
+        kinds_of = optimizer.kinds_of if self.with_optimizer else lambda _: (WEIGHT,)
+
+        def start() -> tuple[int, str]:
+            opened.append(open_reader())
+            used = check_names(opened[0], optimizer.buffers.registry, kinds_of, self.adaptation)
+            return opened[0].manifest.checksum, used
+
+        def judge(answers: list[tuple[int, str]]) -> None:
+            if len({checksum for checksum, _ in answers}) > 1:
+                raise DamagedError(f"{opened[0].path}: the manifest differs between ranks")
+            check_no_unused_tensors(opened[0], [used for _, used in answers], self.adaptation)
+
+        def fill() -> None:
+            load_shards(opened[0], optimizer, with_optimizer=self.with_optimizer, adaptation=self.adaptation)
+
+        try:
+            agree(start, messages, then=judge)
+            agree(fill, messages)
+        finally:
+            for reader in opened:
+                reader.close()
+        return opened[0].manifest
 
 
 @contextmanager
@@ -175,7 +217,7 @@ def load_foreign_weights(
     Raises:
         MismatchError: they are of another model.
     """
-    manifest = _load_opened(open_reader, optimizer, grid, with_optimizer=False, adaptation=adaptation)
+    manifest = _Load(optimizer, grid, False, adaptation).opened(open_reader)
     optimizer.sync_model_weights()
     return Loaded(
         iteration=0,
@@ -283,57 +325,3 @@ def _agreed_candidates(folders: Sequence[Path], grid: RankGrid) -> list[Candidat
     found = agree(listed, grid.messages, then=lambda answers: answers[0])
     candidates = [Candidate(number, Path(path), problem) for number, path, problem in found]
     return sorted(candidates, key=lambda candidate: -candidate.iteration)
-
-
-def _opened(
-    candidate: Candidate,
-    rank: int | None,
-    open_foreign: Callable[[Path], TensorReader | None],
-    *,
-    checks_folder: bool,
-) -> TensorReader:
-    """Open a checkpoint on one rank. `rank`: see `CheckpointReader`."""
-    foreign = open_foreign(candidate.path)
-    if foreign is not None:
-        return foreign
-    manifest = check_folder(candidate.path, candidate.iteration) if checks_folder else None
-    return CheckpointReader(candidate.path, manifest, rank=rank)
-
-
-def _load_opened(
-    open_reader: Callable[[], TensorReader],
-    optimizer: LoadTarget,
-    grid: RankGrid,
-    *,
-    with_optimizer: bool,
-    adaptation: Adaptation | None,
-) -> Manifest:
-    """Load weights, and optimizer state; an error on one rank is raised on all."""
-    opened: list[TensorReader] = []
-
-    def start() -> tuple[int, str]:
-        opened.append(open_reader())
-        used = check_names(
-            opened[0],
-            optimizer.buffers.registry,
-            optimizer.kinds_of if with_optimizer else lambda _: (WEIGHT,),
-            adaptation,
-        )
-        return opened[0].manifest.checksum, used
-
-    def judge(answers: list[tuple[int, str]]) -> None:
-        if len({checksum for checksum, _ in answers}) > 1:
-            raise DamagedError(f"{opened[0].path}: the manifest differs between ranks")
-        check_no_unused_tensors(opened[0], [used for _, used in answers], adaptation)
-
-    try:
-        agree(start, grid.messages, then=judge)
-        reader = opened[0]
-        agree(
-            lambda: load_shards(reader, optimizer, with_optimizer=with_optimizer, adaptation=adaptation),
-            grid.messages,
-        )
-    finally:
-        for reader in opened:
-            reader.close()
-    return reader.manifest

@@ -49,7 +49,15 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     """Apply the activation: [..., f], or [..., 2 f] if gated -> [..., f]."""
     if is_fused(x) and activation.fn.has_kernel:
         return fused.activate(x, *activation.kernel_args)
-    return activate_reference(x, activation)
+    if not activation.is_gated:
+        y: Tensor = activation.fn.value(x.to(accumulation_dtype(x.dtype)))
+        return y.to(x.dtype)
+    if _is_plain_swiglu(activation):
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    a, b = _clamped(x, activation)
+    gated: Tensor = activation.fn.value(a)
+    return (gated * (b + activation.offset)).to(x.dtype)
 
 
 def activate_backward(
@@ -76,7 +84,7 @@ def activate_backward(
     if activation.dx_sums is not None:
         activation.dx_sums.parts = (column_sums_reference(dx),)
     if recomputed is not None:
-        recomputed.copy_(activate_reference(x, activation))
+        recomputed.copy_(activate(x, activation))
     return dx
 
 
@@ -90,7 +98,7 @@ def activate_weighted(
     """
     if is_fused(x) and activation.fn.has_kernel:
         return fused.activate(x, *activation.kernel_args, weights=weights, ends=ends)
-    return _weighted(activate_reference(x, activation), weights)
+    return _weighted(activate(x, activation), weights)
 
 
 def activate_weighted_backward(
@@ -104,15 +112,8 @@ def activate_weighted_backward(
     """
     if is_fused(x) and activation.fn.has_kernel:
         return fused.activate_weighted_backward(dy, x, weights, *activation.kernel_args, ends=ends)
-    return activate_weighted_backward_reference(dy, x, weights, activation)
-
-
-def activate_weighted_backward_reference(
-    dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients with torch operators."""
     dtype = accumulation_dtype(x.dtype)
-    active = activate_reference(x, activation)
+    active = activate(x, activation)
     dx = activate_backward_reference(_weighted(dy, weights), x, activation)
     dweights = (dy.to(dtype) * active.to(dtype)).sum(-1).to(weights.dtype)
     dy.copy_(_weighted(active, weights))
@@ -121,19 +122,6 @@ def activate_weighted_backward_reference(
 
 def _weighted(x: Tensor, weights: Tensor) -> Tensor:
     return (x * weights[:, None]).to(x.dtype)
-
-
-def activate_reference(x: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation with torch operators."""
-    if not activation.is_gated:
-        y: Tensor = activation.fn.value(x.to(accumulation_dtype(x.dtype)))
-        return y.to(x.dtype)
-    if _is_plain_swiglu(activation):
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    a, b = _clamped(x, activation)
-    gated: Tensor = activation.fn.value(a)
-    return (gated * (b + activation.offset)).to(x.dtype)
 
 
 def activate_backward_reference(dy: Tensor, x: Tensor, activation: Activation) -> Tensor:

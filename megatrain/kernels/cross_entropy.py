@@ -62,7 +62,12 @@ def logit_statistics(logits: Tensor, columns: Tensor, num_real: int) -> LogitSta
     """
     if is_fused(logits):
         return LogitStatistics(logits, *fused.logit_statistics(logits, columns, num_real))
-    return logit_statistics_reference(logits, columns, num_real)
+    values = logits.to(accumulation_dtype(logits.dtype))
+    values[:, num_real:] = float("-inf")
+    largest = values.max(dim=-1).values.clamp(min=torch.finfo(values.dtype).min)
+    targets = values.gather(1, columns.clamp(min=0)[:, None]).squeeze(1).masked_fill(columns < 0, 0)
+    exponentials = values.sub_(largest[:, None]).exp_()
+    return LogitStatistics(exponentials, largest, exponentials.sum(dim=-1), targets)
 
 
 def cross_entropy_backward(
@@ -83,28 +88,6 @@ def cross_entropy_backward(
     if is_fused(stats.logits):
         fused.write_gradient(stats.logits, log_sums, columns, softmax_scale, onehot_scale, num_real)
         return stats.logits.to(dtype)
-    return cross_entropy_backward_reference(stats, log_sums, columns, softmax_scale, onehot_scale, dtype)
-
-
-def logit_statistics_reference(logits: Tensor, columns: Tensor, num_real: int) -> LogitStatistics:
-    """Compute the statistics with torch operators."""
-    values = logits.to(accumulation_dtype(logits.dtype))
-    values[:, num_real:] = float("-inf")
-    largest = values.max(dim=-1).values.clamp(min=torch.finfo(values.dtype).min)
-    targets = values.gather(1, columns.clamp(min=0)[:, None]).squeeze(1).masked_fill(columns < 0, 0)
-    exponentials = values.sub_(largest[:, None]).exp_()
-    return LogitStatistics(exponentials, largest, exponentials.sum(dim=-1), targets)
-
-
-def cross_entropy_backward_reference(
-    stats: LogitStatistics,
-    log_sums: Tensor,
-    columns: Tensor,
-    softmax_scale: Tensor,
-    onehot_scale: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Compute the gradient with torch operators."""
     gradient = stats.logits.mul_(((stats.max_logits - log_sums).exp() * softmax_scale)[:, None])
     onehot = onehot_scale.masked_fill(columns < 0, 0).neg()[:, None]
     gradient.scatter_add_(1, columns.clamp(min=0)[:, None], onehot)

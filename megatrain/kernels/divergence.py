@@ -34,13 +34,6 @@ def statistics(
     """
     if is_fused(student):
         return fused.divergence_statistics(student, teacher, temperature, num_real, is_reversed=is_reversed)
-    return statistics_reference(student, teacher, temperature, num_real, is_reversed=is_reversed)
-
-
-def statistics_reference(
-    student: Tensor, teacher: Tensor, temperature: float, num_real: int, *, is_reversed: bool
-) -> Tensor:
-    """Compute the statistics with torch operators."""
     student, teacher = (_tempered(x, temperature, num_real) for x in (student, teacher))
     largest = torch.stack((student.amax(1), teacher.amax(1)))
     of_student = (student - largest[0, :, None]).exp_()
@@ -96,25 +89,10 @@ def divergence_gradient(
         log_sums, losses: of `divergences`.
         scale: [t].
     """
-    arguments = (student, teacher, log_sums, losses, scale, temperature, num_real)
-    if not is_fused(student):
-        return gradient_reference(*arguments, is_reversed=is_reversed)
-    fused.write_divergence_gradient(*arguments, is_reversed=is_reversed)
-    return teacher
-
-
-def gradient_reference(
-    student: Tensor,
-    teacher: Tensor,
-    log_sums: Tensor,
-    losses: Tensor,
-    scale: Tensor,
-    temperature: float,
-    num_real: int,
-    *,
-    is_reversed: bool,
-) -> Tensor:
-    """Compute the gradient with torch operators."""
+    if is_fused(student):
+        arguments = (student, teacher, log_sums, losses, scale, temperature, num_real)
+        fused.write_divergence_gradient(*arguments, is_reversed=is_reversed)
+        return teacher
     log_student = _tempered(student, temperature, num_real).sub_(log_sums[0, :, None])
     log_teacher = _tempered(teacher, temperature, num_real).sub_(log_sums[1, :, None])
     if is_reversed:

@@ -1,4 +1,8 @@
-"""The GEMM of a linear layer. A single row, as in text generation, has a kernel that reads at the rate of the memory."""
+"""The GEMM of a linear layer, and its weight gradient, accumulated in a buffer that may have a higher precision than its factors.
+
+A single row, as in text generation, has a kernel that reads at the rate of the memory. On CUDA the GEMM of the weight gradient itself
+accumulates into the fp32 buffer, at the speed of a plain one.
+"""
 
 from __future__ import annotations
 
@@ -16,3 +20,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is None:
         return torch.matmul(x, weight.t())
     return torch.addmm(bias, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], len(weight))
+
+
+def accumulate_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor) -> None:
+    """grad += dy^T x. A frozen weight has no gradient: None.
+
+    Args:
+        grad: [out, in], in the dtype of gradients.
+        dy: gradient of the output, [t, out].
+        x: input, [t, in], in the dtype of `dy`.
+    """
+    if grad is None:
+        return
+    if grad.dtype == dy.dtype:
+        grad.addmm_(dy.t(), x)
+    elif grad.is_cuda:
+        torch.addmm(grad, dy.t(), x, out_dtype=grad.dtype, out=grad)
+    else:
+        grad.addmm_(dy.to(grad.dtype).t(), x.to(grad.dtype))

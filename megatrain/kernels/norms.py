@@ -55,7 +55,16 @@ def norm(
     """
     if is_fused(x):
         return NormOutput(*fused.norm(x, delta, weight, bias, eps, offset))
-    return norm_reference(x, delta, weight, bias, eps, offset)
+    total = x if delta is None else add_terms(x, delta) if delta.dim() > x.dim() else x + delta
+    xw = total.to(accumulation_dtype(x.dtype))
+    gain = weight.to(xw.dtype) + offset
+    if bias is None:
+        rstd = torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)
+        return NormOutput(total, (xw * rstd * gain).to(weight.dtype), None, rstd)
+    variance, mean = torch.var_mean(xw, dim=-1, correction=0, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
+    y = (xw - mean) * rstd * gain + bias.to(xw.dtype)
+    return NormOutput(total, y.to(weight.dtype), mean, rstd)
 
 
 def norm_backward(
@@ -76,44 +85,6 @@ def norm_backward(
     if is_fused(dy):
         statistics = output.total, weight, output.mean, output.rstd, offset
         return NormGradients(*fused.norm_backward(dy, dtotal, *statistics, dy_term))
-    return norm_backward_reference(dy, dtotal, output, weight, offset, dy_term)
-
-
-def add_terms(x: Tensor, terms: Tensor) -> Tensor:
-    """Add the sum of two terms, rounded: [..., h] and [2, ..., h] -> [..., h]."""
-    return fused.add_terms(x, terms) if is_fused(x) else add_terms_reference(x, terms)
-
-
-def add_terms_reference(x: Tensor, terms: Tensor) -> Tensor:
-    """Add with torch operators."""
-    return x + (terms[0] + terms[1])
-
-
-def norm_reference(
-    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0
-) -> NormOutput:
-    """Add and normalize with torch operators."""
-    total = x if delta is None else add_terms_reference(x, delta) if delta.dim() > x.dim() else x + delta
-    xw = total.to(accumulation_dtype(x.dtype))
-    gain = weight.to(xw.dtype) + offset
-    if bias is None:
-        rstd = torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)
-        return NormOutput(total, (xw * rstd * gain).to(weight.dtype), None, rstd)
-    variance, mean = torch.var_mean(xw, dim=-1, correction=0, keepdim=True)
-    rstd = torch.rsqrt(variance + eps)
-    y = (xw - mean) * rstd * gain + bias.to(xw.dtype)
-    return NormOutput(total, y.to(weight.dtype), mean, rstd)
-
-
-def norm_backward_reference(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    output: NormOutput,
-    weight: Tensor,
-    offset: float = 0.0,
-    dy_term: Tensor | None = None,
-) -> NormGradients:
-    """Compute the gradients with torch operators."""
     dy = dy if dy_term is None else dy + dy_term
     total, _, mean, rstd = output
     xw = total.to(rstd.dtype)
@@ -125,3 +96,8 @@ def norm_backward_reference(
     centred = dnormed if mean is None else dnormed - dnormed.mean(-1, keepdim=True)
     dx = (rstd * (centred - normed * (dnormed * normed).mean(-1, keepdim=True))).to(total.dtype)
     return NormGradients(dx if dtotal is None else dx + dtotal, rows)
+
+
+def add_terms(x: Tensor, terms: Tensor) -> Tensor:
+    """Add the sum of two terms, rounded: [..., h] and [2, ..., h] -> [..., h]."""
+    return fused.add_terms(x, terms) if is_fused(x) else x + (terms[0] + terms[1])

@@ -21,7 +21,10 @@ from megatrain.kernels.fused.launching import is_fused
 
 def gate_output(x: Tensor, gate: Tensor, *, has_silu: bool = False) -> Tensor:
     """Return x * sigmoid(gate), or x * SiLU(gate), in the dtype of x: [s, b, c] each."""
-    return (fused.gate_output if is_fused(x) else gate_output_reference)(x, gate, has_silu=has_silu)
+    if is_fused(x):
+        return fused.gate_output(x, gate, has_silu=has_silu)
+    wide = gate.to(accumulation_dtype(gate.dtype))
+    return (x * (F.silu(wide) if has_silu else wide.sigmoid())).to(x.dtype)
 
 
 def gate_output_backward(
@@ -30,19 +33,6 @@ def gate_output_backward(
     """Return the gradients of x and of the gate, [s, b, c] each; a kernel writes that of the gate into `out`, if given."""
     if is_fused(x):
         return fused.gate_output_backward(dy, x, gate, has_silu=has_silu, out=out)
-    return gate_output_backward_reference(dy, x, gate, has_silu=has_silu)
-
-
-def gate_output_reference(x: Tensor, gate: Tensor, *, has_silu: bool = False) -> Tensor:
-    """Apply the gate with torch operators."""
-    wide = gate.to(accumulation_dtype(gate.dtype))
-    return (x * (F.silu(wide) if has_silu else wide.sigmoid())).to(x.dtype)
-
-
-def gate_output_backward_reference(
-    dy: Tensor, x: Tensor, gate: Tensor, *, has_silu: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients with torch operators."""
     wide = gate.to(accumulation_dtype(gate.dtype))
     sigmoid = wide.sigmoid()
     weight, derivative = sigmoid, sigmoid * (1 - sigmoid)

@@ -63,8 +63,21 @@ def fill_normal(
     """
     if is_fused(out):
         fused.fill_normal(out, key, first, row_stride, mean, std)
-    else:
-        fill_normal_reference(out, key=key, first=first, row_stride=row_stride, mean=mean, std=std)
+        return
+    rows, columns = out.shape
+    if not rows or not columns:
+        return
+    columns_per_chunk = min(columns, WORDS * NORMAL_CHUNK_COUNTERS)
+    rows_per_chunk = max(1, WORDS * NORMAL_CHUNK_COUNTERS // columns_per_chunk)
+    for row in range(0, rows, rows_per_chunk):
+        for column in range(0, columns, columns_per_chunk):
+            part = out[row : row + rows_per_chunk, column : column + columns_per_chunk]
+            values = _normal_block(
+                part.shape[0], part.shape[1], key, first + row * row_stride + column, row_stride, out.device
+            )
+            if std != 1.0 or mean != 0.0:
+                values = values * std + mean
+            part.copy_(values.to(torch.float32) if out.dtype != torch.float64 else values)
 
 
 def fill_uniform(out: Tensor, rows: Tensor, *, key: int, low: float, high: float) -> None:
@@ -129,8 +142,9 @@ def drop(
     return out
 
 
-def drop_reference(x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None = None) -> Tensor:
-    """Compute it with torch operators."""
+def _dropped(x: Tensor, rows: Tensor, key: int, p: float, residual: Tensor | None = None) -> Tensor:
+    if is_fused(x):
+        return fused.drop(x, rows, key, dropout_threshold(p), residual)
     dropped = (x * dropout_factor(p)).masked_fill_(~keep_mask(rows, x.shape[-1], key=key, p=p), 0)
     return dropped if residual is None else residual + dropped
 
@@ -148,25 +162,19 @@ class _Drop(Function):
     ) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.key, ctx.p, ctx.dtype, ctx.adds, ctx.dx_sums = key, p, x.dtype, residual is not None, dx_sums
-        return (
-            fused.drop(x, rows, key, dropout_threshold(p), residual)
-            if is_fused(x)
-            else drop_reference(x, rows, key, p, residual)
-        )
+        return _dropped(x, rows, key, p, residual)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         dy, sums = grads[0].to(ctx.dtype), ctx.dx_sums
-        if not is_fused(dy):
-            dx = drop_reference(dy, rows, ctx.key, ctx.p)
-            if sums is not None:
-                sums.parts = (column_sums_reference(dx),)
-        elif sums is None:
-            dx = fused.drop(dy, rows, ctx.key, dropout_threshold(ctx.p))
-        else:
+        if sums is not None and is_fused(dy):
             dx, of_columns = fused.drop_with_sums(dy, rows, ctx.key, dropout_threshold(ctx.p))
             sums.parts = (of_columns,)
+        else:
+            dx = _dropped(dy, rows, ctx.key, ctx.p)
+            if sums is not None:
+                sums.parts = (column_sums_reference(dx),)
         return dx, None, grads[0] if ctx.adds else None, None, None, None
 
 
@@ -216,26 +224,6 @@ def _number(words: Counters, number: int) -> Tensor:
 def _chunks(num_rows: int, counters_per_row: int) -> Iterator[slice]:
     size = max(1, ROW_CHUNK_COUNTERS // max(counters_per_row, 1))
     return (slice(first, first + size) for first in range(0, num_rows, size))
-
-
-def fill_normal_reference(
-    out: Tensor, *, key: int, first: int, row_stride: int, mean: float = 0.0, std: float = 1.0
-) -> None:
-    """Fill `out` with torch operators."""
-    rows, columns = out.shape
-    if not rows or not columns:
-        return
-    columns_per_chunk = min(columns, WORDS * NORMAL_CHUNK_COUNTERS)
-    rows_per_chunk = max(1, WORDS * NORMAL_CHUNK_COUNTERS // columns_per_chunk)
-    for row in range(0, rows, rows_per_chunk):
-        for column in range(0, columns, columns_per_chunk):
-            part = out[row : row + rows_per_chunk, column : column + columns_per_chunk]
-            values = _normal_block(
-                part.shape[0], part.shape[1], key, first + row * row_stride + column, row_stride, out.device
-            )
-            if std != 1.0 or mean != 0.0:
-                values = values * std + mean
-            part.copy_(values.to(torch.float32) if out.dtype != torch.float64 else values)
 
 
 def _normal_block(

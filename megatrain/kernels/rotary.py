@@ -103,18 +103,24 @@ def apply_rope_to_qkv(
     Args:
         sizes: heads of queries, keys, and of the parts without RoPE: values, and a gate if there is one.
     """
-    implementation = fused.apply_rope_to_qkv if is_fused(qkv) else apply_rope_to_qkv_reference
-    return implementation(qkv, sizes, cos, sin, is_interleaved=is_interleaved)
+    if is_fused(qkv):
+        return fused.apply_rope_to_qkv(qkv, sizes, cos, sin, is_interleaved=is_interleaved)
+    q, k, *others = qkv.split(list(sizes), dim=2)
+    q, k = (apply_rope_reference(x, cos, sin, is_interleaved=is_interleaved) for x in (q, k))
+    return q, k, *others
 
 
 def apply_rope_to_qkv_backward(
     gradients: Sequence[Tensor], cos: Tensor, sin: Tensor, *, is_interleaved: bool
 ) -> Tensor:
     """Return the gradient of `qkv`, [s, b, heads, d], from the gradients of its parts, which may be overwritten."""
-    implementation = (
-        fused.apply_rope_to_qkv_backward if is_fused(gradients[0]) else apply_rope_to_qkv_backward_reference
+    if is_fused(gradients[0]):
+        return fused.apply_rope_to_qkv_backward(gradients, cos, sin, is_interleaved=is_interleaved)
+    dq, dk = (
+        apply_rope_reference(x, cos, sin, is_interleaved=is_interleaved, is_backward=True)
+        for x in gradients[:2]
     )
-    return implementation(gradients, cos, sin, is_interleaved=is_interleaved)
+    return torch.cat((dq, dk, *gradients[2:]), dim=2)
 
 
 def apply_rope_reference(
@@ -129,23 +135,3 @@ def apply_rope_reference(
     rotated = torch.stack(pairs, dim=-1).flatten(-2) if is_interleaved else torch.cat(pairs, dim=-1)
     rotated = rotated.to(x.dtype)
     return torch.cat((rotated, x[..., channels:]), dim=-1) if channels < x.shape[-1] else rotated
-
-
-def apply_rope_to_qkv_reference(
-    qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
-) -> tuple[Tensor, ...]:
-    """Split and apply RoPE with torch operators."""
-    q, k, *others = qkv.split(list(sizes), dim=2)
-    q, k = (apply_rope_reference(x, cos, sin, is_interleaved=is_interleaved) for x in (q, k))
-    return q, k, *others
-
-
-def apply_rope_to_qkv_backward_reference(
-    gradients: Sequence[Tensor], cos: Tensor, sin: Tensor, *, is_interleaved: bool
-) -> Tensor:
-    """Compute the gradient of `qkv` with torch operators."""
-    dq, dk = (
-        apply_rope_reference(x, cos, sin, is_interleaved=is_interleaved, is_backward=True)
-        for x in gradients[:2]
-    )
-    return torch.cat((dq, dk, *gradients[2:]), dim=2)

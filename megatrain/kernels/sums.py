@@ -43,20 +43,15 @@ def add_column_sums(total: Tensor, x: Tensor, second: Tensor | None = None) -> N
     assert x.shape[1] == total.numel() + (0 if second is None else second.numel())
     if is_fused(x):
         fused.add_column_sums(total, x, second)
-    else:
-        add_column_sums_reference(total, x, second)
+        return
+    for one, part in zip((total, second), x.tensor_split([total.numel()], dim=1), strict=True):
+        if one is not None:
+            one.add_(part.sum(0, dtype=accumulation_dtype(one.dtype)))
 
 
 def column_sums_reference(x: Tensor) -> Tensor:
     """Return the sums of the columns of [..., columns], in the accumulation dtype: [1, columns]."""
     return x.flatten(0, -2).sum(0, keepdim=True, dtype=accumulation_dtype(x.dtype))
-
-
-def add_column_sums_reference(total: Tensor, x: Tensor, second: Tensor | None = None) -> None:
-    """Compute it with torch's sum."""
-    for one, part in zip((total, second), x.tensor_split([total.numel()], dim=1), strict=True):
-        if one is not None:
-            one.add_(part.sum(0, dtype=accumulation_dtype(one.dtype)))
 
 
 def sum_parts(parts: Tensor, own: Tensor, number: int, out: Tensor) -> None:
@@ -66,12 +61,7 @@ def sum_parts(parts: Tensor, own: Tensor, number: int, out: Tensor) -> None:
     """
     if is_fused(own):
         fused.sum_parts(parts, own, number, out)
-    else:
-        sum_parts_reference(parts, own, number, out)
-
-
-def sum_parts_reference(parts: Tensor, own: Tensor, number: int, out: Tensor) -> None:
-    """Sum with torch operators."""
+        return
     total = torch.zeros_like(own, dtype=accumulation_dtype(own.dtype))
     for k, part in enumerate(parts):
         total += own if k == number else part

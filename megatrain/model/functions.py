@@ -11,6 +11,7 @@ from torch.autograd import Function
 
 from megatrain.kernels import norms, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
+from megatrain.kernels.conjugate import Conjugate
 from megatrain.kernels.qkv import concat_heads
 from megatrain.kernels.sums import add_column_sums
 from megatrain.parallel.layout import ShardedModule
@@ -59,7 +60,9 @@ def apply_rope_to_qkv(
 
 def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """Split [s, b, heads, d] into parts of these sizes; gradients in adjacent memory are joined without a copy."""
-    parts: tuple[Tensor, ...] = _SplitHeads.apply(qkv, sizes)
+    parts: tuple[Tensor, ...] = Conjugate.apply(
+        lambda qkv: tuple(qkv.split(list(sizes), dim=2)), lambda *grads: concat_heads(grads), qkv
+    )
     return parts
 
 
@@ -151,16 +154,6 @@ class _ApplyRopeToQkv(Function):
         cos, sin = ctx.saved_tensors
         dqkv = rotary.apply_rope_to_qkv_backward(grads, cos, sin, is_interleaved=ctx.is_interleaved)
         return dqkv, None, None, None, None
-
-
-class _SplitHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:  # noqa: ARG004 (autograd's signature)
-        return tuple(qkv.split(list(sizes), dim=2))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return concat_heads(grads), None
 
 
 class _Attend(Function):

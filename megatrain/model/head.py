@@ -20,10 +20,9 @@ from torch.autograd import Function
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.kernels.cross_entropy import chunk_rows
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.linear import linear
+from megatrain.kernels.linear import accumulate_weight_gradient, linear
 from megatrain.kernels.logit_scaling import LogitScaling
 from megatrain.kernels.sums import add_column_sums
-from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.families.accuracy import vocab_parallel_argmax
 from megatrain.model.families.cross_attention import split_memory
 from megatrain.model.families.masked_lm import HeadParts

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels import latent_heads
+from megatrain.kernels.conjugate import Conjugate
 
 
 def rotate_queries(q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
@@ -21,7 +22,12 @@ def rotate_queries(q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_i
 
 def expand_keys(kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
     """Compute keys and values of multi-latent attention (`kernels.latent_heads`); saves nothing."""
-    k, v = _ExpandKeys.apply(kv, key, plain)
+    k, v = Conjugate.apply(
+        lambda kv, key: latent_heads.expand_keys(kv.detach(), key, plain),
+        lambda dk, dv: latent_heads.expand_keys_backward(dk, dv, plain),
+        kv,
+        key,
+    )
     return k, v
 
 
@@ -39,15 +45,3 @@ class _RotateQueries(Function):
         kind = {"is_interleaved": ctx.is_interleaved, "is_backward": True}
         dq = latent_heads.rotate_queries(grads[0], ctx.num_rotary, *ctx.saved_tensors, **kind)
         return dq, None, None, None, None
-
-
-class _ExpandKeys(Function):
-    @staticmethod
-    def forward(ctx: Any, kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
-        ctx.plain = plain
-        return latent_heads.expand_keys(kv.detach(), key, plain)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        dk, dv = grads
-        return *latent_heads.expand_keys_backward(dk, dv, ctx.plain), None

@@ -32,18 +32,18 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.kernels.conjugate import Conjugate
 from megatrain.kernels.fp8.rows import cast_rows, decode_rows, pack_rows, unpack_rows
 from megatrain.kernels.host_copy import HostCopy
 from megatrain.kernels.moe.dispatch_steps import StepRows, ends_of, even_ends, rows_of, sort_steps
 from megatrain.kernels.moe.permute import (
     Permutation,
-    PermuteRows,
-    PermuteValues,
-    UnpermuteRows,
     permute_rows,
+    permute_values,
     sort_by_expert,
     sort_by_source,
     unpermute_rows,
+    unpermute_values,
 )
 from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.collectives import (
@@ -57,7 +57,6 @@ from megatrain.parallel.collectives import (
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.rank_capacity import RankCapacity
 from megatrain.parallel.tensor_overlap.ordered_sums import begin_ordered_sum
-from megatrain.parallel.tensor_parallel import Conjugate
 
 
 @dataclass(frozen=True)
@@ -298,11 +297,11 @@ class AllToAllDispatcher(AllGatherDispatcher):
             received = received._replace(assignments=received.assignments[:num_rows])
             own = own._replace(rows=own.rows[:num_rows], assignments=own.assignments[: max(ends[-1], 1)])
             rows = Conjugate.apply(
-                x,
                 lambda x: self._send(outgoing, all_rows, x.dtype),
                 lambda dy: self._sum(dy, all_rows, deferred),
+                x,
             )
-            dispatched = _permuted(rows, PermuteRows.apply(probs, received), own, deferred)
+            dispatched = _permuted(rows, _permuted_rows(probs, received), own, deferred)
             return dispatched._replace(state=(all_rows, own))
 
         return finish
@@ -314,7 +313,7 @@ class AllToAllDispatcher(AllGatherDispatcher):
             return self._send(self._outgoing(dy, all_rows[0].by_rank), all_rows, dy.dtype)
 
         sums = _unpermuted(out, own)
-        return lambda: Conjugate.apply(sums, lambda rows: self._sum(rows, all_rows, []), send_gradient)
+        return lambda: Conjugate.apply(lambda rows: self._sum(rows, all_rows, []), send_gradient, sums)
 
     def _outgoing(self, x: Tensor, by_rank: Permutation) -> Tensor:
         """Return the rows of the first step: those of x, [t, h], or their codes."""
@@ -357,13 +356,27 @@ def _num_padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:
 def _permuted(
     x: Tensor, probs: Tensor, permutation: Permutation, deferred: Deferred | None = None
 ) -> DispatchedTokens:
-    rows: Tensor = PermuteRows.apply(x, permutation)
-    row_probs: Tensor = PermuteValues.apply(probs, permutation)
-    return DispatchedTokens(rows, permutation.ends, row_probs, permutation, deferred)
+    row_probs = Conjugate.apply(
+        lambda probs: permute_values(probs, permutation),
+        lambda drow_probs: unpermute_values(drow_probs, permutation),
+        probs,
+    )
+    return DispatchedTokens(
+        _permuted_rows(x, permutation), permutation.ends, row_probs, permutation, deferred
+    )
+
+
+def _permuted_rows(x: Tensor, permutation: Permutation) -> Tensor:
+    rows: Tensor = Conjugate.apply(
+        lambda x: permute_rows(x, permutation), lambda dy: unpermute_rows(dy, permutation), x
+    )
+    return rows
 
 
 def _unpermuted(rows: Tensor, permutation: Permutation) -> Tensor:
-    out: Tensor = UnpermuteRows.apply(rows, permutation)
+    out: Tensor = Conjugate.apply(
+        lambda rows: unpermute_rows(rows, permutation), lambda dy: permute_rows(dy, permutation), rows
+    )
     return out
 
 

@@ -30,11 +30,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.activations import Activation, activate, activate_backward
+from megatrain.kernels.conjugate import Conjugate
 from megatrain.kernels.cross_entropy import LogitStatistics, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
-from megatrain.kernels.linear import linear
+from megatrain.kernels.linear import accumulate_weight_gradient, linear
 from megatrain.kernels.sums import ColumnSums, add_column_sums
-from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import (
     Transfer,
@@ -117,7 +117,7 @@ def reduce_scatter_rows(x: Tensor, group: RankGroup) -> Tensor:
 def conjugate(x: Tensor, group: RankGroup, forward_fn: _GroupFn, backward_fn: _GroupFn) -> Tensor:
     """Apply `forward_fn` to x, and `backward_fn` to the gradient of the result; return x if the group has one rank."""
     if group.size > 1:
-        x = Conjugate.apply(x, lambda x: forward_fn(x, group), lambda dy: backward_fn(dy, group))
+        x = Conjugate.apply(lambda x: forward_fn(x, group), lambda dy: backward_fn(dy, group), x)
     return x
 
 
@@ -205,19 +205,6 @@ def replicated_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None
     """Look up rows of a table that every rank holds: ids [...] -> [..., h]."""
     rows: Tensor = _Embedding.apply(ids, weight, weight_grad, None, info)
     return rows
-
-
-class Conjugate(Function):
-    """`forward_fn` of x, and `backward_fn` of the gradient of the result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_fn: Map, backward_fn: Map) -> Tensor:
-        ctx.backward_fn = backward_fn
-        return forward_fn(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.backward_fn(grads[0]), None, None
 
 
 def _copy(x: Tensor, group: RankGroup) -> Tensor:  # noqa: ARG001 (the signature of a collective)

@@ -57,6 +57,13 @@ def evaluate(
     return engine.sum_over_ranks(infos, [*dividends, *divisors])
 
 
+class _StoppedError(Exception):
+    """The reason to stop during an evaluation."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
 class Evaluation:
     """The evaluations of a run.
 
@@ -112,37 +119,16 @@ class Evaluation:
         Raises:
             NotFiniteError: on all ranks; a loss is infinite or NaN.
         """
-        found: dict[EvaluationSet, dict[str, float]] = {}
         optimizer = self.engine.optimizer
         weights = averaged_weights(optimizer) if self.plan.config.training.eval_with_ema else nullcontext()
-        with weights, self.ranks.phases.heartbeat("evaluating"):
-            for evaluation_set in self.sets:
-                if evaluation_set.split in splits:
-                    values, reason = self._values(evaluation_set)
-                    if reason is not None:
-                        return reason
-                    found[evaluation_set] = values
-            of_tasks: dict[str, dict[str, float]] = {}
-            if self.tasks is not None and has_tasks:
-                of_tasks, reason = self.tasks.run(self._reason_to_stop)
-                if reason is not None:
-                    return reason
-            position = {
-                "iteration": self.progress.iteration,
-                "consumed_samples": self.progress.consumed_train_samples,
-            }
-            for one, values in found.items():
-                if "loss" in values:
-                    self.log.log_evaluation(
-                        f"{one.name} loss", values, split=one.split, dataset=one.dataset, **position
-                    )
-                    continue
-                self.ranks.console.print(
-                    f"> WARNING: {one.name} at iteration {position['iteration']}: no token of its samples has a loss: nothing is logged"
-                )
-            for name, values in of_tasks.items():
-                self.log.log_evaluation(f"task {name}", values, split="task", dataset=name, **position)
-        for evaluation_set, values in found.items():
+        try:
+            with weights, self.ranks.phases.heartbeat("evaluating"):
+                found = [(one, self._values(one)) for one in self.sets if one.split in splits]
+                of_tasks = self.tasks.run(self._stop_if_asked) if self.tasks is not None and has_tasks else {}
+                self._log(found, of_tasks)
+        except _StoppedError as stopped:
+            return stopped.reason
+        for evaluation_set, values in found:
             loss = sum(value for name, value in values.items() if name.endswith("loss"))
             if not math.isfinite(loss):
                 raise NotFiniteError(
@@ -151,8 +137,25 @@ class Evaluation:
                 )
         return None
 
-    def _values(self, evaluation_set: EvaluationSet) -> tuple[dict[str, float], str | None]:
-        """Return the values of `evaluation_sums` over the next samples of a set, or the reason to stop if there is one.
+    def _log(
+        self, found: list[tuple[EvaluationSet, dict[str, float]]], of_tasks: dict[str, dict[str, float]]
+    ) -> None:
+        iteration, consumed = self.progress.iteration, self.progress.consumed_train_samples
+        position = {"iteration": iteration, "consumed_samples": consumed}
+        for one, values in found:
+            if "loss" in values:
+                self.log.log_evaluation(
+                    f"{one.name} loss", values, split=one.split, dataset=one.dataset, **position
+                )
+            else:
+                self.ranks.console.print(
+                    f"> WARNING: {one.name} at iteration {iteration}: no token of its samples has a loss: nothing is logged"
+                )
+        for name, values in of_tasks.items():
+            self.log.log_evaluation(f"task {name}", values, split="task", dataset=name, **position)
+
+    def _values(self, evaluation_set: EvaluationSet) -> dict[str, float]:
+        """Return the values of `evaluation_sums` over the next samples of a set.
 
         A mean over nothing, such as the loss of samples without a label, is left out.
         """
@@ -163,9 +166,7 @@ class Evaluation:
         names = evaluation_sums(self.engine.model.spec.head, has_bytes=self._byte_counts is not None)
         sums = torch.zeros(2 * len(names), dtype=torch.float64, device=self.ranks.device)
         for done in range(0, evaluation_set.num_microbatches, per_batch):
-            reason = self._reason_to_stop()
-            if reason is not None:
-                return {}, reason
+            self._stop_if_asked()
             count = min(per_batch, evaluation_set.num_microbatches - done)
             start = consumed + done * samples_per_pass
             batches = evaluation_set.batches.microbatches(start, count)
@@ -177,7 +178,7 @@ class Evaluation:
         values = {name: value for name, value, count in quotient_of_name if count}
         if "bits_per_byte" in values:
             values["bits_per_byte"] /= math.log(2)
-        return values, None
+        return values
 
     @cached_property
     def _byte_counts(self) -> Tensor | None:
@@ -199,15 +200,18 @@ class Evaluation:
         counts = all_reduce(counts, self.ranks.grid.world)
         return counts if bool(counts.any()) else None
 
-    def _reason_to_stop(self) -> str | None:
-        """Return the reason to stop during an evaluation, or None; commit a pending save that all ranks have written.
+    def _stop_if_asked(self) -> None:
+        """End the evaluation if there is a reason to stop; commit a pending save that all ranks have written.
 
         A collective: all ranks call it.
 
         Raises:
+            _StoppedError: on all ranks.
             CheckpointError: the save failed, see `RunSaves.commit_if_written`.
         """
         flags = torch.tensor((*self.stop.flags(), int(self.saves.is_writing)), device=self.ranks.device)
         *stop_flags, is_any_rank_writing = all_reduce(flags, self.ranks.grid.world, "max").tolist()
         self.saves.commit_if_written(is_any_rank_writing=bool(is_any_rank_writing))
-        return self.stop.urgent_reason(stop_flags)
+        reason = self.stop.urgent_reason(stop_flags)
+        if reason is not None:
+            raise _StoppedError(reason)

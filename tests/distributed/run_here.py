@@ -49,12 +49,17 @@ def train_here(rank: int, world_size: int, flags: list[str], seconds_to_live: fl
         timer = threading.Timer(seconds_to_live, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
-    trainer = make_trainer(rank, world_size, flags)
-    trainer.resume()
-    exit_code = trainer.train()
+    exit_code = train_rank(rank, world_size, [*MODEL, *flags])
     if seconds_to_live is not None:
         timer.cancel()
     return exit_code
+
+
+def train_rank(rank: int, world_size: int, words: list[str]) -> int:
+    """Resume and train; return the exit code."""
+    trainer = trainer_of_command_line(rank, world_size, words)
+    trainer.resume()
+    return trainer.train()
 
 
 def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:

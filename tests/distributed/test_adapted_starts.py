@@ -13,7 +13,6 @@ from torch import Tensor
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import ConfigError
-from megatrain.parallel.layout import whole_box
 from megatrain.tools.worker_pool import WorkerPool
 
 SHORT = "--num-layers 2 --train-iters 1 --lr-warmup-iters 0 --eval-iters 0 --make-vocab-size-divisible-by 64".split()
@@ -31,13 +30,8 @@ def train(pool: WorkerPool, *flags: str, world_size: int = 2) -> set[int]:
 def weights(folder: Path) -> dict[str, Tensor]:
     newest = newest_valid(folder)
     assert newest is not None
-    found = {}
     with CheckpointReader(newest.path) as reader:
-        for name, tensor in reader.manifest.tensors.items():
-            found[name] = torch.empty(tensor.shape)
-            box = whole_box(tensor.shape)
-            reader.read_box(found[name], kind="weight", name=name, shape=tensor.shape, box=box)
-    return found
+        return {name: reader.values(name, tensor.shape) for name, tensor in reader.manifest.tensors.items()}
 
 
 def start(pool: WorkerPool, origin: Path, folder: Path, *flags: str) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_here import trainer_of_command_line
+from run_here import train_rank
 from safetensors.torch import load_file
 from tiny_models import MODELS, tiny_model, write
 from torch import Tensor
@@ -45,12 +45,6 @@ CASES = [
 ALWAYS = [("DeepSeek-V3", "ep2")]
 
 
-def train(rank: int, world_size: int, words: list[str]) -> int:
-    trainer = trainer_of_command_line(rank, world_size, words)
-    trainer.resume()
-    return trainer.train()
-
-
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Tensor, Tensor]]:
     """The global batches of these runs: all models have the same vocabulary."""
@@ -77,7 +71,7 @@ def test_a_layout_s_checkpoint_has_the_model_of_transformers(
     folder, run = write(theirs, tmp_path / "theirs"), tmp_path / "run"
     split = LAYOUTS[layout].split()
     source = f"--from-hf {folder} --pretrained-checkpoint hf:{folder} --load {run} --save {run}".split()
-    assert set(pool.run(2, train, [*RUN, *FROZEN, *source, *split])) == {0}
+    assert set(pool.run(2, train_rank, [*RUN, *FROZEN, *source, *split])) == {0}
     assert json.loads((run / "iter_0000001" / "manifest.json").read_text())["iteration"] == 1
 
     back = tmp_path / "back"
@@ -96,6 +90,6 @@ def test_a_layout_s_checkpoint_has_the_model_of_transformers(
 
     metrics = tmp_path / "metrics.jsonl"
     again = f"--use-checkpoint-args --load {run} --finetune --metrics-file {metrics}".split()
-    assert set(pool.run(2, train, [*RUN, *again, *split])) == {0}
+    assert set(pool.run(2, train_rank, [*RUN, *again, *split])) == {0}
     expected_losses = training_losses(theirs, batches, lr=LEARNING_RATE)
     assert logged_losses(metrics) == pytest.approx(expected_losses, rel=1e-5)

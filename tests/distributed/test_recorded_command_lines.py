@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from run_here import trainer_of_command_line
+from run_here import train_rank
 from tiny_tokenizers import NUM_SENTINELS, WORDS, write_corpus
 
 from megatrain.tools.worker_pool import WorkerPool
@@ -64,12 +64,10 @@ def settings(words: Sequence[str]) -> set[tuple[str, ...]]:
     return {tuple(words[a:b]) for a, b in zip(starts, [*starts[1:], len(words)], strict=True)}
 
 
-def train_command_line(rank: int, world_size: int, words: list[str]) -> int:
+def train_on_all(rank: int, world_size: int, words: list[str]) -> int:
     """Train on one rank with all of the mock data; return the exit code."""
     with patch("megatrain.data.samples.mock.NUM_SEQUENCES", 100_000):
-        trainer = trainer_of_command_line(rank, world_size, words)
-        trainer.resume()
-        return trainer.train()
+        return train_rank(rank, world_size, words)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +93,7 @@ def test_a_recorded_command_line_trains(
     if family in ("bert", "t5"):
         words += ["--vocab-file", f"{corpus}/vocab.txt", "--data-path", f"{corpus}/corpus"]
         words += ["--lr", "1e-2"]  # the recorded one of 1e-4 changes little in five iterations
-    assert pool.run(2, train_command_line, words) == [0, 0], case
+    assert pool.run(2, train_on_all, words) == [0, 0], case
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [line for line in lines if "lm_loss" in line]
     losses = [step["lm_loss"] for step in steps]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from everyday import nightly
-from run_here import MODEL, trainer_of_command_line
+from run_here import MODEL, train_rank
 
 DEPTHS = f"{Path(__file__).parents[1] / 'extending' / 'mixture_of_depths.py'}:with_depths"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -28,16 +28,10 @@ def files(tmp_path_factory):
     )
 
 
-def train(rank, world_size, words):
-    trainer = trainer_of_command_line(rank, world_size, words)
-    trainer.resume()
-    return trainer.train()
-
-
 def losses(pool, num_ranks, flags, save, exit_code=0):
     """Train; return the losses of iterations and evaluations that the callbacks of rank 0 got."""
     words = [*(word for word in MODEL if word != "--mock-data"), *flags.split(), "--save", str(save)]
-    assert set(pool.run(num_ranks, train, words)) == {exit_code}
+    assert set(pool.run(num_ranks, train_rank, words)) == {exit_code}
     events = [json.loads(line) for line in (save / "events-0.jsonl").read_text().splitlines()]
     named = [event for event in events if "loss" in event]
     return {f"{event.get('split', 'train')} {number}": event["loss"] for number, event in enumerate(named)}

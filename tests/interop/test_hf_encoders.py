@@ -96,8 +96,7 @@ def test_second_names_of_tensors_are_read(
 
 def test_rows_of_the_bias_are_left_out_with_those_of_the_vocabulary(folders: dict[str, Path]) -> None:
     reader = HfCheckpoint(folders[BERT], vocab_size=90)
-    out = torch.empty(90)
-    reader.read_box(out, kind="weight", name="output_layer.bias", shape=(90,), box=((0, 90),))
+    out = reader.values("output_layer.bias", (90,))
     assert torch.equal(out, load_file(folders[BERT] / "model.safetensors")["cls.predictions.bias"][:90])
 
 

@@ -12,6 +12,7 @@ from tiny_models import MASKED, MODELS, VOCAB, tiny_model, write
 from torch import Tensor
 from transformers_reference import LEARNING_RATE, TRAINING, global_batches, logged_losses, training_losses
 
+import pretrain
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
@@ -22,9 +23,6 @@ from megatrain.interop.hf.settings import fitting_family, read_settings
 from megatrain.tools.checkpoint import rewrite
 from megatrain.tools.compare_logits import logits_of_heads, logits_of_transformers
 from megatrain.tools.main import main
-from megatrain.training.launch.ranks import joined_ranks
-from megatrain.training.logging.console import Console, Phases
-from megatrain.training.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
 FLAGS = ["--use-checkpoint-args", *TRAINING, *"--micro-batch-size 1 --global-batch-size 1".split()]
@@ -122,10 +120,7 @@ def steps_here(folder: Path, tmp_path: Path) -> list[float]:
     metrics = tmp_path / "metrics.jsonl"
     flags = [*FLAGS, "--pretrained-checkpoint", str(folder), "--load", str(tmp_path / "run")]
     flags += ["--save", str(tmp_path / "run"), "--metrics-file", str(metrics)]
-    with joined_ranks(parse(flags), Phases(Console(is_quiet=True))) as ranks:
-        trainer = Trainer(ranks)
-        trainer.resume()
-        assert trainer.train() == 0
+    assert pretrain.main(flags) == 0
     return logged_losses(metrics)
 
 

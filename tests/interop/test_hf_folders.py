@@ -28,12 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def whole(reader: HfCheckpoint) -> dict[str, Tensor]:
-    found = {}
-    for name, tensor in reader.manifest.tensors.items():
-        out = found[name] = torch.empty(tensor.shape)
-        box = tuple((0, size) for size in tensor.shape)
-        reader.read_box(out, kind="weight", name=name, shape=tensor.shape, box=box)
-    return found
+    return {name: reader.values(name, tensor.shape) for name, tensor in reader.manifest.tensors.items()}
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -76,10 +71,7 @@ def test_fused_tensors_have_their_parts_in_order() -> None:
 
 def test_a_box_of_a_transposed_and_fused_weight_is_read(tmp_path: Path) -> None:
     reader = HfCheckpoint(write_folder(tmp_path / "theirs", made("gpt2"), CONFIGS["gpt2"]))
-    out = torch.empty(3, 5)
-    reader.read_box(
-        out, kind="weight", name="decoder.layers.1.attention.k.weight", shape=(16, 16), box=((2, 5), (1, 6))
-    )
+    out = reader.values("decoder.layers.1.attention.k.weight", (16, 16), ((2, 5), (1, 6)))
     assert torch.equal(out, made("gpt2")["transformer.h.1.attn.c_attn.weight"].t()[16:32][2:5, 1:6])
 
 

@@ -12,19 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import pretrain
 from megatrain.checkpoint.reader import CheckpointReader
-from megatrain.config import parse
 from megatrain.data.images.anyres import AnyRes
 from megatrain.data.images.pixels import Tiling, decode
 from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.model.gpt import Model
-from megatrain.parallel.layout import whole_box
 from megatrain.tools.compare_logits import logits_of_heads, logits_of_transformers, with_image
 from megatrain.tools.main import main
-from megatrain.training.launch.ranks import joined_ranks
-from megatrain.training.logging.console import Console, Phases
-from megatrain.training.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -119,12 +115,8 @@ def model_of(checkpoint: Path) -> Model:
 
 def canonical(checkpoint: Path) -> dict[str, Tensor]:
     """Return all weights of a checkpoint of ours."""
-    found = {}
     with CheckpointReader(checkpoint) as reader:
-        for name, one in reader.manifest.model_tensors.items():
-            found[name] = torch.empty(one.shape)
-            reader.read_box(found[name], kind="weight", name=name, shape=one.shape, box=whole_box(one.shape))
-    return found
+        return {name: reader.values(name, one.shape) for name, one in reader.manifest.model_tensors.items()}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SHUFFLED])
@@ -323,10 +315,7 @@ def trained(words: str, folder: Path) -> dict[str, Tensor]:
         "--use-checkpoint-args --mock-data --seq-length 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 2"
         f" --lr 1e-2 --lr-warmup-iters 0 --eval-iters 0 --load {folder} --save {folder} {words}"
     )
-    with joined_ranks(parse(flags.split()), Phases(Console(is_quiet=True))) as ranks:
-        trainer = Trainer(ranks)
-        trainer.resume()
-        assert trainer.train() == 0
+    assert pretrain.main(flags.split()) == 0
     return canonical(folder / "iter_0000002")
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from canonical_weights import stored_values
 from everyday import one_in
 from megatron_folders import ARGUMENTS, SHAPES, weights, write
-from torch import Tensor
 
 import pretrain
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
@@ -66,10 +66,7 @@ def test_a_reader_has_master_weights_and_moments_without_padding(stored: Path) -
     assert (manifest.iteration, manifest.consumed_train_samples, manifest.optimizer_step_count) == (3, 6, 3)
     assert manifest.tensors["output_layer.weight"].shape == (30, 8)
     for kind, prefix in (("weight", "fp32_param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-        out = torch.empty(3, 5)
-        reader.read_box(
-            out, kind=kind, name="decoder.layers.1.attention.k.weight", shape=(8, 8), box=((3, 6), (1, 6))
-        )
+        out = reader.values("decoder.layers.1.attention.k.weight", (8, 8), ((3, 6), (1, 6)), kind=kind)
         qkv = expected[f"optimizer.state.{prefix}.decoder.layers.self_attention.linear_qkv.weight"][1]
         keys = torch.cat([qkv[4:8], qkv[16:20]])  # each head has 4 queries, 4 keys, 4 values
         assert torch.equal(out, keys[3:6, 1:6])
@@ -141,19 +138,10 @@ def test_a_place_outside_of_the_folder_is_refused(stored: Path, tmp_path: Path) 
         TorchDistFolder(copy)
 
 
-def whole(reader: MegatronCheckpoint) -> dict[str, Tensor]:
-    found = {}
-    for name, tensor in reader.manifest.tensors.items():
-        for kind in tensor.kinds:
-            out = found[f"{kind}/{name}"] = torch.empty(tensor.shape)
-            reader.read_box(out, kind=kind, name=name, shape=tensor.shape, box=box(*tensor.shape))
-    return found
-
-
 @pytest.mark.parametrize("num_faults", one_in(2, [60, 600]))
 def test_damage_is_found_or_harmless(stored: Path, tmp_path: Path, num_faults: int) -> None:
     """Flipped bits and cut files lead to a clear error, or to the same tensors."""
-    expected, generator, found = whole(MegatronCheckpoint(stored)), random.Random(0), 0
+    expected, generator, found = stored_values(MegatronCheckpoint(stored)), random.Random(0), 0
     for number in range(num_faults):
         copy = tmp_path / "copy"
         shutil.copytree(stored, copy)
@@ -166,7 +154,7 @@ def test_damage_is_found_or_harmless(stored: Path, tmp_path: Path, num_faults: i
             data[place] ^= 1 << generator.randrange(8)
         file.write_bytes(data)
         try:
-            same = whole(MegatronCheckpoint(copy))
+            same = stored_values(MegatronCheckpoint(copy))
         except CheckpointError:
             found += 1
         else:

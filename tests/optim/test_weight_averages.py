@@ -9,7 +9,6 @@ from canonical_weights import hash_tensors
 
 import pretrain
 from megatrain.checkpoint.reader import CheckpointReader
-from megatrain.parallel.layout import whole_box
 from megatrain.tools.main import main
 
 RUN = (
@@ -24,9 +23,7 @@ WEIGHT = "decoder.layers.0.mlp.up.weight"
 def values(folder: Path, kind: str, name: str = WEIGHT) -> torch.Tensor:
     with CheckpointReader(folder) as reader:
         shape = reader.manifest.tensors[name].shape
-        out = torch.empty(shape, dtype=torch.float64)
-        reader.read_box(out, kind=kind, name=name, shape=shape, box=whole_box(shape))
-    return out
+        return reader.values(name, shape, kind=kind, dtype=torch.float64)
 
 
 def losses(folder: Path, split: str = "test") -> list[float]:

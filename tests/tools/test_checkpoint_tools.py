@@ -132,9 +132,7 @@ def test_inspect_counts_what_is_not_finite(folder: Path, capsys: pytest.CaptureF
     assert main(words) == 0
     (row,) = json.loads(capsys.readouterr().out)["tensors"]
     with CheckpointReader(path) as reader:
-        values = torch.empty(101, 32)
-        box = ((0, 101), (0, 32))
-        reader.read_box(values, kind="weight", name=WEIGHT, shape=(101, 32), box=box)
+        values = reader.values(WEIGHT, (101, 32))
     assert row["shape"] == [101, 32]
     assert row["kinds"]["weight"]["norm"] == pytest.approx(float(values.double().norm()), rel=1e-12)
     assert row["kinds"]["weight"]["largest"] == pytest.approx(float(values.abs().max()))
@@ -154,9 +152,7 @@ def test_diff_names_the_tensors_that_differ(folder: Path, capsys: pytest.Capture
     printed = capsys.readouterr().out
     line = next(line for line in printed.splitlines() if WEIGHT in line)
     with CheckpointReader(Path(one)) as first, CheckpointReader(Path(other)) as second:
-        values = torch.empty(2, 101, 32)
-        for out, reader in zip(values, (first, second), strict=True):
-            reader.read_box(out, kind="weight", name=WEIGHT, shape=(101, 32), box=((0, 101), (0, 32)))
+        values = [reader.values(WEIGHT, (101, 32)) for reader in (first, second)]
     gap = float((values[0] - values[1]).abs().max())
     assert float(line.split()[2]) == pytest.approx(gap, rel=1e-3)
     assert float(line.split()[3]) == pytest.approx(gap / float(values[0].abs().max()), rel=1e-3)
@@ -283,9 +279,7 @@ def test_exported_weights_are_plain_safetensors(folder: Path, tmp_path: Path, dt
     with CheckpointReader(folder / "iter_0000004") as reader:
         assert set(exported) == set(index["weight_map"]) == set(reader.manifest.tensors)
         for name, tensor in reader.manifest.tensors.items():
-            values = torch.empty(tensor.shape)
-            box = tuple((0, size) for size in tensor.shape)
-            reader.read_box(values, kind="weight", name=name, shape=tensor.shape, box=box)
+            values = reader.values(name, tensor.shape)
             expected = values.bfloat16() if dtype == "bf16" else values
             assert torch.equal(exported[name], expected)
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in exported.values())

@@ -55,25 +55,10 @@ def decode_attention(
     Returns:
         [b, n, dv] in the dtype of `q`.
     """
-    implementation = fused.decode_attention if is_fused(q) else decode_attention_reference
-    return implementation(
-        q, keys, values, first, count, scale=scale, softcap=softcap, window=window, sink=sink
-    )
-
-
-def decode_attention_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    first: Tensor,
-    count: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sink: Tensor | None = None,
-) -> Tensor:
-    """Attend with torch operators."""
+    if is_fused(q):
+        return fused.decode_attention(
+            q, keys, values, first, count, scale=scale, softcap=softcap, window=window, sink=sink
+        )
     dtype, groups = accumulation_dtype(q.dtype), keys.shape[1]
     out = []
     for one, start, length in zip(q, first.tolist(), count.tolist(), strict=True):

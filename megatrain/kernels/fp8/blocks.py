@@ -59,11 +59,6 @@ def cast_blocks(
     """Cast a matrix with a scale per 1 x `block` elements along each inner dimension: `x` is [r, c]."""
     if is_fused(x):
         return _as_cast(fused.cast_blocks(x, dtype, block, rows, columns))
-    return cast_blocks_reference(x, dtype, block, rows=rows, columns=columns)
-
-
-def cast_blocks_reference(x: Tensor, dtype: torch.dtype, block: int, *, rows: bool, columns: bool) -> Cast:
-    """Cast with torch operators."""
     return Cast(
         _row_blocks(x, dtype, block) if rows else None,
         _row_blocks(x.t().contiguous(), dtype, block) if columns else None,
@@ -76,13 +71,6 @@ def cast_square_blocks(
     """Cast a matrix with a scale per `block` x `block` elements, the same in both orders: `x` is [r, c]."""
     if is_fused(x):
         return _as_cast(fused.cast_square_blocks(x, dtype, block, rows, columns))
-    return cast_square_blocks_reference(x, dtype, block, rows=rows, columns=columns)
-
-
-def cast_square_blocks_reference(
-    x: Tensor, dtype: torch.dtype, block: int, *, rows: bool, columns: bool
-) -> Cast:
-    """Cast with torch operators."""
     r, c = x.shape
     tiles = _padded(x, block, block).unflatten(1, (-1, block)).unflatten(0, (-1, block))
     scale = power_of_two_scale(tiles.abs().amax(dim=(1, 3)).float(), torch.finfo(dtype).max)
@@ -119,21 +107,14 @@ def block_gemm(
 ) -> Tensor:
     """Return a b^T + bias in `dtype`: [m, k] in row blocks, [n, k] in square blocks -> [m, n]."""
     if not a.codes.is_cuda or dtype is torch.float64:
-        return block_gemm_reference(a, b, dtype, bias, block)
+        wide = accumulation_dtype(dtype)
+        n, k = b.codes.shape
+        factor = b.scale[:, : cdiv(k, block)].repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :k]
+        out = _decoded(a, wide, block) @ (b.codes.to(wide) * factor).t()
+        return (out if bias is None else out + bias).to(dtype)
     assert block == BLOCK, f"cuBLAS multiplies blocks of {BLOCK}, not of {block}"
     out = _multiplied(a, b, F.ScalingType.BlockWise128x128, dtype)
     return out if bias is None else out.add_(bias)
-
-
-def block_gemm_reference(
-    a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, block: int
-) -> Tensor:
-    """Compute the GEMM with torch operators, in the accumulation dtype of the result."""
-    wide = accumulation_dtype(dtype)
-    n, k = b.codes.shape
-    factor = b.scale[:, : cdiv(k, block)].repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :k]
-    out = _decoded(a, wide, block) @ (b.codes.to(wide) * factor).t()
-    return (out if bias is None else out + bias).to(dtype)
 
 
 def row_block_gemm_reference(

@@ -40,7 +40,9 @@ def gemm(
         out: memory of the result, [m, n].
     """
     if not a.codes.is_cuda or dtype is torch.float64:
-        result = gemm_reference(a, b, dtype, bias)
+        wide = accumulation_dtype(dtype)
+        result = (a.codes.to(wide) @ b.codes.to(wide).t()) * (a.scale[0] * b.scale[0])
+        result = (result if bias is None else result + bias).to(dtype)
         return result if out is None else out.copy_(result)
     is_fused = bias is not None and dtype is not torch.float32  # torch adds biases to results in 16 bits only
     result = torch._scaled_mm(  # noqa: SLF001 (torch 2.11 has no public name)
@@ -54,13 +56,6 @@ def gemm(
         out=out,
     )
     return result if bias is None or is_fused else result + bias
-
-
-def gemm_reference(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """Compute the GEMM with torch operators, in the accumulation dtype of the result."""
-    wide = accumulation_dtype(dtype)
-    out = (a.codes.to(wide) @ b.codes.to(wide).t()) * (a.scale[0] * b.scale[0])
-    return (out if bias is None else out + bias).to(dtype)
 
 
 def accumulate_gemm(total: Tensor, a: Operand, b: Operand, *, is_zero: bool = False) -> None:

@@ -31,9 +31,7 @@ class Codes(NamedTuple):
 
 def current_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale for the largest absolute value of `x`: see `scale_of`."""
-    return (
-        fused.current_scale(x, dtype) if is_fused(x) else scale_of(amax_reference(x), torch.finfo(dtype).max)
-    )
+    return fused.current_scale(x, dtype) if is_fused(x) else scale_of(amax(x), torch.finfo(dtype).max)
 
 
 def scale_of_one(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -43,12 +41,7 @@ def scale_of_one(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 def amax(x: Tensor) -> Tensor:
     """Return the largest absolute value, fp32 []; NaN if there is one."""
-    return fused.amax(x) if is_fused(x) else amax_reference(x)
-
-
-def amax_reference(x: Tensor) -> Tensor:
-    """Compute it with torch operators."""
-    return x.abs().amax().float()
+    return fused.amax(x) if is_fused(x) else x.abs().amax().float()
 
 
 def scale_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
@@ -88,15 +81,8 @@ def quantize(
     """
     if is_fused(x):
         return Codes(*fused.quantize(x, scale, dtype, rows, columns, seen))
-    return quantize_reference(x, scale, dtype, rows=rows, columns=columns, seen=seen)
-
-
-def quantize_reference(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, seen: Tensor | None = None
-) -> Codes:
-    """Cast with torch operators."""
     if seen is not None:
-        seen.copy_(torch.maximum(seen, amax_reference(x)))
+        seen.copy_(torch.maximum(seen, amax(x)))
     codes = encode(x.to(accumulation_dtype(x.dtype)) * scale[1], dtype)
     return Codes(codes if rows else None, transposed(codes) if columns else None)
 

@@ -49,12 +49,7 @@ def cast_rows(x: Tensor, amax: Tensor | None = None) -> RowCast:
     """
     if is_fused(x):
         return RowCast(*fused.cast_rows(x, amax, FORMAT))
-    return cast_rows_reference(x, amax)
-
-
-def cast_rows_reference(x: Tensor, amax: Tensor | None = None) -> RowCast:
-    """Cast with torch operators."""
-    amax = x.abs().amax(dim=-1).float() if amax is None else amax
+    amax = row_amax(x) if amax is None else amax
     scale = power_of_two_scale(amax, torch.finfo(FORMAT).max)
     codes = encode(x.to(accumulation_dtype(x.dtype)) * scale[..., None], FORMAT)
     return RowCast(codes, scale.reciprocal())
@@ -90,9 +85,14 @@ def grouped_gemm(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype, 
     """
     if is_fake(x.codes):
         return x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
-    if not x.codes.is_cuda or dtype is not torch.bfloat16:
-        return grouped_gemm_reference(x, weight, ends, dtype)
-    out: Tensor = torch._scaled_grouped_mm(  # noqa: SLF001 (`F.scaled_grouped_mm` calls it)
+    if not x.codes.is_cuda or dtype is not torch.bfloat16:  # group by group
+        wide = accumulation_dtype(dtype)
+        out = x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
+        for group, rows in groups_of(ends):
+            sums = x.codes[rows].to(wide) @ weight.codes[group].to(wide).t()
+            out[rows] = (sums * x.scale[rows, None] * weight.scale[group]).to(dtype)
+        return out
+    out = torch._scaled_grouped_mm(  # noqa: SLF001 (`F.scaled_grouped_mm` calls it)
         x.codes,
         weight.codes.transpose(1, 2),
         x.scale,
@@ -101,14 +101,4 @@ def grouped_gemm(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype, 
         out_dtype=dtype,
         use_fast_accum=fast,
     )
-    return out
-
-
-def grouped_gemm_reference(x: RowCast, weight: RowCast, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the GEMMs group by group with torch operators, in the accumulation dtype of the result."""
-    wide = accumulation_dtype(dtype)
-    out = x.codes.new_empty(x.codes.shape[0], weight.codes.shape[1], dtype=dtype)
-    for group, rows in groups_of(ends):
-        sums = x.codes[rows].to(wide) @ weight.codes[group].to(wide).t()
-        out[rows] = (sums * x.scale[rows, None] * weight.scale[group]).to(dtype)
     return out

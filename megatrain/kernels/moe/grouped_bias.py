@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.dtypes import accumulation_dtype
-from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.kernels.linear import accumulate_weight_gradient
 
 
 def add_grouped_bias(y: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:

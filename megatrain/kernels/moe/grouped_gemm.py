@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from megatrain.kernels.fused import grouped_gemm as fused
 from megatrain.kernels.fused.launching import is_fused
-from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.kernels.linear import accumulate_weight_gradient
 
 _ALIGNMENT = 8
 """Elements; a single kernel needs widths that are multiples of it."""

@@ -11,11 +11,10 @@ wait for counts. On GPUs fused kernels sort and move the rows. The references he
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import permute as fused
@@ -187,8 +186,14 @@ def permute_rows(x: Tensor, permutation: Permutation) -> Tensor:
 
 def unpermute_rows(rows: Tensor, permutation: Permutation) -> Tensor:
     """Sum the rows of each token's assignments in the accumulation dtype: [r, h] -> [t, h]."""
-    gather_sum = fused.gather_sum if is_fused(rows) else gather_sum_reference
-    return gather_sum(rows, permutation.rows)
+    if is_fused(rows):
+        return fused.gather_sum(rows, permutation.rows)
+    total = torch.zeros(
+        len(permutation.rows), rows.shape[1], dtype=accumulation_dtype(rows.dtype), device=rows.device
+    )
+    for column in permutation.rows.unbind(1):
+        total += gather_rows_reference(rows, column)
+    return total.to(rows.dtype)
 
 
 def permute_values(values: Tensor, permutation: Permutation) -> Tensor:
@@ -206,54 +211,7 @@ def gather_rows_reference(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
 
 
-def gather_sum_reference(x: Tensor, index: Tensor) -> Tensor:
-    """Gather k rows of x per output row and sum them in order, without index -1: [n, h] and int64 [r, k] -> [r, h]."""
-    total = torch.zeros(len(index), x.shape[1], dtype=accumulation_dtype(x.dtype), device=x.device)
-    for column in index.unbind(1):
-        total += gather_rows_reference(x, column)
-    return total.to(x.dtype)
-
-
 def _gather_values(x: Tensor, index: Tensor) -> Tensor:
     if is_fused(x):
         return fused.gather_values(x, index)
     return gather_rows_reference(x[:, None], index.flatten()).view(index.shape)
-
-
-class PermuteRows(Function):
-    """`permute_rows`, differentiably."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permute_rows(x, permutation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return unpermute_rows(grads[0], ctx.permutation), None
-
-
-class PermuteValues(Function):
-    """`permute_values`, differentiably."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permute_values(values, permutation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return unpermute_values(grads[0], ctx.permutation), None
-
-
-class UnpermuteRows(Function):
-    """`unpermute_rows`, differentiably."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return unpermute_rows(rows, permutation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return permute_rows(grads[0], ctx.permutation), None

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain.kernels import wgrad
 from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.linear import accumulate_weight_gradient
 
 _PARTS = 3
 
@@ -48,7 +48,7 @@ def _accumulate_parts(grad: Tensor, *, parts: Tensor, x: Tensor, dtype: torch.dt
 
 def _accumulate(grad: Tensor, *, dy: Tensor, x: Tensor) -> None:
     factors = dy.dtype if x.dtype == dy.dtype else grad.dtype
-    wgrad.accumulate_weight_gradient(grad, dy.to(factors), x.to(factors))
+    accumulate_weight_gradient(grad, dy.to(factors), x.to(factors))
 
 
 def split_in_bf16(x: Tensor) -> Tensor:

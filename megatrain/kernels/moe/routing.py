@@ -69,13 +69,6 @@ def select_experts(logits: Tensor, rule: TopKRule, bias: Tensor | None = None) -
     if is_fused(logits) and rule.num_groups is None:
         selected: tuple[Tensor, Tensor] = _SelectExperts.apply(logits, rule, bias)
         return selected
-    return select_experts_reference(logits, rule, bias)
-
-
-def select_experts_reference(
-    logits: Tensor, rule: TopKRule, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Select experts with torch operators."""
     if rule.score_function == "softmax" and not rule.is_pre_softmax:
         experts = _select_by(logits, rule)
         return experts, expert_probs(logits, experts, rule)

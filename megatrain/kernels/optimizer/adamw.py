@@ -51,12 +51,7 @@ def adamw(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: Adam
             corrections=(numbers.correction1, numbers.correction2),
             eps=numbers.eps,
         )
-    else:
-        adamw_reference(update, exp_avg, exp_avg_sq, numbers)
-
-
-def adamw_reference(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamwStep) -> None:
-    """Update a shard with torch operators, chunk by chunk."""
+        return
     if update.master.is_meta or not update.is_finite:
         return
     for one in update.ranges:

@@ -20,12 +20,7 @@ def sgd(update: FlatUpdate, momentum_buffer: Tensor, *, momentum: float) -> None
         return
     if is_fused(update.master):
         sgd_fused(update, momentum_buffer, momentum=momentum)
-    else:
-        sgd_reference(update, momentum_buffer, momentum=momentum)
-
-
-def sgd_reference(update: FlatUpdate, momentum_buffer: Tensor, *, momentum: float) -> None:
-    """Update a shard with torch operators."""
+        return
     if update.master.is_meta or not update.is_finite:
         return
     for one in update.ranges:

@@ -27,11 +27,7 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if on_gpu:
         total += torch.nn.utils.get_total_norm(on_gpu).to(torch.float64).square()
     if on_host:
-        total += sum_of_squares_reference(on_host).to(device)
+        # torch's sum adds pairwise.
+        chunks = [chunk for tensor in on_host for chunk in tensor.flatten().split(_CHUNK_ELEMENTS)]
+        total += torch.stack([chunk.square().sum().to(torch.float64) for chunk in chunks]).sum().to(device)
     return total
-
-
-def sum_of_squares_reference(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute it with torch's sum, which adds pairwise."""
-    chunks = [chunk for tensor in tensors for chunk in tensor.flatten().split(_CHUNK_ELEMENTS)]
-    return torch.stack([chunk.square().sum().to(torch.float64) for chunk in chunks]).sum()

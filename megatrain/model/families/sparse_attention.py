@@ -29,6 +29,7 @@ from torch.autograd import Function
 
 from megatrain.config.model_spec.attention import IndexerSpec, SparseAttentionSpec
 from megatrain.kernels.attention.masked import eager_masked_attention, masked_attention
+from megatrain.kernels.conjugate import Conjugate
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.moe.routing_losses import add_loss
 from megatrain.model import functions
@@ -176,8 +177,8 @@ class Indexer(nn.Module):
     def projected(self, x: Tensor, latent: Tensor, info: PassInfo) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [s, b, n, d] and keys [s, b, d] with RoPE, and weights [s, b, n]."""
         spec = self.spec
-        q = self.queries(_Stopped.apply(latent), None, info)[1]
-        keys_weights = self.keys_weights(_Stopped.apply(x), None, info)[1]
+        q = self.queries(_stopped(latent), None, info)[1]
+        keys_weights = self.keys_weights(_stopped(x), None, info)[1]
         k, weights = keys_weights.split([spec.head_dim, spec.num_heads], dim=-1)
         k = self.key_norm(k, info)
         q, k, weights = (gather_latents(one, self.tp, self.cp) for one in (q, k, weights))
@@ -189,16 +190,10 @@ class Indexer(nn.Module):
         return q, k.squeeze(2), weights
 
 
-class _Stopped(Function):
-    """x, whose gradient stops here: modules that compute weight gradients themselves need an input with a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004 (autograd's signature)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG004
-        return None
+def _stopped(x: Tensor) -> Tensor:
+    """Return x; its gradient stops here: modules that compute weight gradients themselves need an input with a gradient."""
+    out: Tensor = Conjugate.apply(lambda x: x.view_as(x), lambda _: None, x)
+    return out
 
 
 class _Selection(Function):

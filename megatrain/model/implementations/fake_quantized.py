@@ -21,6 +21,7 @@ from torch.autograd import Function
 
 from megatrain.config.schema.quantization import SCALE_PREFIX, NumberFormat, QuantizationFormat
 from megatrain.kernels.activations import Activation, activate, activate_backward
+from megatrain.kernels.conjugate import Conjugate
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.quantization.rounding import amax_of, round_trip, scales_for
 from megatrain.model.implementations.local import LocalColumnLinear, LocalRowLinear, bias_of
@@ -163,18 +164,8 @@ def rounded(x: Tensor, numbers: NumberFormat, group: RankGroup | None = None) ->
 
 def straight_through(x: Tensor, numbers: NumberFormat, group: RankGroup | None = None) -> Tensor:
     """Return `rounded` inputs, whose gradient is that of the inputs."""
-    out: Tensor = _StraightThrough.apply(x, numbers, group)
+    out: Tensor = Conjugate.apply(lambda x: rounded(x, numbers, group), lambda dy: dy, x)
     return out
-
-
-class _StraightThrough(Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor, numbers: NumberFormat, group: RankGroup | None) -> Tensor:
-        return rounded(x, numbers, group)
-
-    @staticmethod
-    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0], None, None
 
 
 def apply_activation(x: Tensor, activation: Activation) -> Tensor:

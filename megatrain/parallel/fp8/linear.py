@@ -23,7 +23,7 @@ from megatrain.kernels.activations import Activation, activate, activate_backwar
 from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.quantize import transposed
 from megatrain.kernels.fused.launching import is_fused
-from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.kernels.linear import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce, reduce_scatter
 from megatrain.parallel.fp8.scaling import Fp8Linear

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from megatrain.kernels.conjugate import Conjugate
 from megatrain.kernels.fp8.rows import cast_rows, decode_rows
 from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.expert_parallel import DispatchedTokens, FinishDispatch, TokenDispatcher
-from megatrain.parallel.tensor_parallel import Conjugate
 
 
 class RoundingDispatcher:
@@ -25,11 +25,11 @@ class RoundingDispatcher:
         self.inner, self.overlaps_combine = inner, inner.overlaps_combine
 
     def begin_dispatch(self, x: Tensor, route: Callable[[], Routing]) -> FinishDispatch:
-        return self.inner.begin_dispatch(Conjugate.apply(x, _rounded, _same), route)
+        return self.inner.begin_dispatch(Conjugate.apply(_rounded, _same, x), route)
 
     def begin_combine(self, out: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
         finish = self.inner.begin_combine(out, dispatched)
-        return lambda: Conjugate.apply(finish(), _same, _rounded)
+        return lambda: Conjugate.apply(_same, _rounded, finish())
 
 
 def _rounded(x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatrain.kernels.linear import accumulate_weight_gradient
 from megatrain.kernels.sums import sum_parts
-from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.tensor_overlap.peer_memory import PeerMemory, ReceivedParts
 from megatrain.parallel.tensor_overlap.terms import PendingTerm

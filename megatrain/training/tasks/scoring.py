@@ -64,8 +64,8 @@ class TaskEvaluation:
         found: list[int] = all_reduce(values, self.grid.world).tolist()
         return found
 
-    def run(self, reason_to_stop: Callable[[], str | None]) -> tuple[dict[str, dict[str, float]], str | None]:
-        """Return the metrics of each task, equal on all ranks, or the reason to stop; a collective that is called between rounds."""
+    def run(self, before_round: Callable[[], None]) -> dict[str, dict[str, float]]:
+        """Return the metrics of each task, equal on all ranks; `before_round` is a collective."""
         grid, training = self.grid, self.engine.plan.config.training
         length, scores = text_length(self.engine.plan.config), dict[int, Score]()
         for one in rounds(
@@ -76,12 +76,9 @@ class TaskEvaluation:
             # Context ranks have RoPE tables of their positions in samples of the whole length.
             divisor=grid.tp.size if grid.cp.size == 1 else length,
         ):
-            reason = reason_to_stop()
-            if reason is not None:
-                return {}, reason
+            before_round()
             scores |= round_scores(self.requests, one, self._values(one).cpu())
-        ordered = [scores[number] for number in range(len(scores))]
-        return self._metrics(ordered), None
+        return self._metrics([scores[number] for number in range(len(scores))])
 
     def _values(self, one: Round) -> Tensor:
         """Return losses and hits of the labels of a round: [micro-batches, 2, b, s], equal on all ranks."""

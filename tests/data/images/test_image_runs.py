@@ -7,12 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatrain.config import parse
 from megatrain.data.images.pixels import Tiling, decode
 from megatrain.tools.main import main
-from megatrain.training.launch.ranks import joined_ranks
-from megatrain.training.logging.console import Console, Phases
-from megatrain.training.trainer import Trainer
 from pretrain import main as pretrain
 
 Image = pytest.importorskip("PIL.Image")
@@ -48,14 +44,9 @@ def conversations(folder: Path, num_rows: int = 9) -> Path:
     return path
 
 
-def losses_of(flags: str) -> list[float]:
-    with joined_ranks(parse(flags.split()), Phases(Console(is_quiet=True))) as ranks:
-        trainer = Trainer(ranks)
-        trainer.resume()
-        path = ranks.plan.config.logging.metrics_file
-        assert path is not None
-        assert trainer.train() in (0, 75)  # 75: --exit-interval
-    lines = map(json.loads, Path(path).read_text().splitlines())
+def losses_of(flags: str, metrics: Path) -> list[float]:
+    assert pretrain(f"{flags} --metrics-file {metrics}".split()) in (0, 75)  # 75: --exit-interval
+    lines = map(json.loads, metrics.read_text().splitlines())
     return [line["lm_loss"] for line in lines if "lm_loss" in line]
 
 
@@ -63,14 +54,12 @@ def test_a_run_on_images_resumes_bit_for_bit_and_refuses_other_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = f"{FLAGS} --image-data-path {conversations(tmp_path / 'data')}"
-    whole = losses_of(f"{flags} --metrics-file {tmp_path / 'whole.jsonl'}")
-    halves = (
-        f"{flags} --save {tmp_path / 'save'} --save-interval 2 --metrics-file {tmp_path / 'halves.jsonl'}"
-    )
-    losses_of(f"{halves} --exit-interval 2")
+    whole = losses_of(flags, tmp_path / "whole.jsonl")
+    halves, metrics = f"{flags} --save {tmp_path / 'save'} --save-interval 2", tmp_path / "halves.jsonl"
+    losses_of(f"{halves} --exit-interval 2", metrics)
     moved = halves.replace(str(tmp_path / "data"), str(tmp_path / "moved"))
     conversations(tmp_path / "moved")
-    assert losses_of(f"{moved} --load {tmp_path / 'save'}") == whole
+    assert losses_of(f"{moved} --load {tmp_path / 'save'}", metrics) == whole
     conversations(tmp_path / "moved", num_rows=10)
     assert main(f"data sample {moved} --load {tmp_path / 'save'} --of train --index 0".split()) == 2
     assert "is not the dataset that the checkpoint read" in capsys.readouterr().err
@@ -101,7 +90,7 @@ def test_an_exported_model_reads_images_in_transformers_as_in_training(tmp_path:
     transformers = pytest.importorskip("transformers")
     words = FLAGS.replace(" --use-tiling --max-num-tiles 2 --use-packed-sequence", LLAVA)
     path, saved, out = conversations(tmp_path / "data"), tmp_path / "saved", tmp_path / "out"
-    losses_of(f"{words} --image-data-path {path} --save {saved} --metrics-file {tmp_path / 'metrics.jsonl'}")
+    losses_of(f"{words} --image-data-path {path} --save {saved}", tmp_path / "metrics.jsonl")
     assert main(f"convert megatrain-to-hf {saved} {out} --image-token-id {PADDING}".split()) == 0
     processor = transformers.AutoProcessor.from_pretrained(out)
     parts = [{"type": "image"}, {"type": "text", "text": "Which?"}]

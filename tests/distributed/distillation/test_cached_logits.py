@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from everyday import only
-from run_here import MODEL, train_here, trainer_of_command_line
+from run_here import MODEL, train_here, train_rank, trainer_of_command_line
 
 from megatrain.config import ConfigError, parse
 from megatrain.data import teacher_logits
@@ -25,12 +25,6 @@ LAYOUTS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "dp2": (2, ""),
 }
-
-
-def train(rank: int, world_size: int, words: list[str]) -> int:
-    trainer = trainer_of_command_line(rank, world_size, words)
-    trainer.resume()
-    return trainer.train()
 
 
 def cache(rank: int, world_size: int, words: list[str], folder: str, top_k: int, dtype: str) -> None:
@@ -70,14 +64,14 @@ def test_all_outputs_teach_what_the_teacher_does(
     size, flags = LAYOUTS[layout]
     words = [*STUDENT, *flags.split(), "--metrics-file"]
     source = ["--export-kd-teacher-load", str(teacher), "--no-kd-skip-lm-loss", "--no-kd-balance-losses"]
-    assert set(pool.run(1, train, [*STUDENT, "--metrics-file", f"{tmp_path}/a", *source])) == {0}
+    assert set(pool.run(1, train_rank, [*STUDENT, "--metrics-file", f"{tmp_path}/a", *source])) == {0}
     cached = ["--logits-load-dir", str(whole), "--logits-load-kd-loss-alpha", "0.5", "--clip-grad", "0"]
-    assert set(pool.run(size, train, [*words, f"{tmp_path}/b", *cached])) == {0}
+    assert set(pool.run(size, train_rank, [*words, f"{tmp_path}/b", *cached])) == {0}
     lm_loss, kd_loss, norm, *_ = losses(tmp_path / "a")
     other = losses(tmp_path / "b")
     # The run with the teacher adds both losses; the other one takes their mean.
     assert other[:3] == pytest.approx([lm_loss, kd_loss, norm / 2], rel=1e-4)
-    assert set(pool.run(1, train, [*STUDENT, "--metrics-file", f"{tmp_path}/c", *cached])) == {0}
+    assert set(pool.run(1, train_rank, [*STUDENT, "--metrics-file", f"{tmp_path}/c", *cached])) == {0}
     assert other == pytest.approx(losses(tmp_path / "c"), rel=1e-4)
 
 
@@ -107,7 +101,7 @@ def wrong_samples(rank: int, world_size: int, words: list[str]) -> int:
         return read(self, (first + 1) % 8, count)
 
     with mock.patch.object(LogitsReader, "read", later):
-        return train(rank, world_size, words)
+        return train_rank(rank, world_size, words)
 
 
 def test_outputs_of_another_sample_end_the_run(whole: Path, pool: WorkerPool) -> None:

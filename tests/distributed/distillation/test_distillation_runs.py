@@ -10,7 +10,7 @@ import pytest
 import torch
 from canonical_weights import hash_tensors
 from everyday import nightly
-from run_here import MODEL, train_here, trainer_of_command_line
+from run_here import MODEL, train_here, train_rank, trainer_of_command_line
 from tiny_models import tiny_model, write
 from torch.nn import functional as F
 from transformers_reference import TRAINING, global_batches
@@ -27,12 +27,6 @@ STUDENT = [
 ]
 """Of half the depth and width of `MODEL`."""
 LOSSES = "--no-kd-skip-lm-loss --kd-temperature 2 --kd-layer-pairs final:final:mse".split()
-
-
-def train(rank: int, world_size: int, words: list[str]) -> int:
-    trainer = trainer_of_command_line(rank, world_size, words)
-    trainer.resume()
-    return trainer.train()
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +61,9 @@ def test_two_and_two_iterations_are_four(
     size = 2 if layout else 1
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     first = [*flags_of(broken, teacher, *layout.split()), "--exit-interval", "2"]
-    assert set(pool.run(size, train, first)) == {75}
-    assert set(pool.run(size, train, first[:-2])) == {0}
-    assert set(pool.run(size, train, flags_of(whole, teacher, *layout.split()))) == {0}
+    assert set(pool.run(size, train_rank, first)) == {75}
+    assert set(pool.run(size, train_rank, first[:-2])) == {0}
+    assert set(pool.run(size, train_rank, flags_of(whole, teacher, *layout.split()))) == {0}
     assert steps(broken / "metrics") == steps(whole / "metrics")
     names = [hash_tensors(folder / "iter_0000004", "weight") for folder in (broken, whole)]
     assert names[0] == names[1]
@@ -113,7 +107,7 @@ def test_a_folder_of_transformers_teaches_what_it_computes(pool: WorkerPool, tmp
     run += ["--from-hf", str(student), "--metrics-file", str(metrics)]
     words = [*run, "--pretrained-checkpoint", f"hf:{student}", "--kd-temperature", "2"]
     words += ["--export-kd-teacher-load", f"hf:{folders['Qwen3-MoE']}"]
-    assert pool.run(1, train, words) == [0]
+    assert pool.run(1, train_rank, words) == [0]
     ((tokens, _), *_) = global_batches(run, num_samples=2)
     with torch.no_grad():
         teacher, ours = (models[name](tokens, use_cache=False).logits / 2 for name in models)
@@ -136,7 +130,7 @@ def test_a_teacher_in_fp8_computes_what_the_model_does_in_fp8(
             " --fp8-recipe tensorwise"
             f" --pretrained-checkpoint {teacher} --export-kd-teacher-load {teacher} {more}"
         )
-        assert pool.run(num_ranks, train, [*MODEL, *words.split()]) == [0] * num_ranks
+        assert pool.run(num_ranks, train_rank, [*MODEL, *words.split()]) == [0] * num_ranks
         losses.append(steps(metrics)[0]["kd_losses"]["kd loss"])
     assert max(map(abs, losses[1:])) < 1e-6 * losses[0]
 
@@ -151,7 +145,7 @@ def test_a_checkpoint_of_megatron_teaches(golden_text: Path, pool: WorkerPool, t
         f"--train-iters 1 --device cpu --vocab-size 3072 --load {checkpoint} --finetune --metrics-file {metrics}"
         f" --data-cache-path {tmp_path}/cache --export-kd-teacher-load {checkpoint} --eval-iters 0"
     ).split()
-    assert pool.run(1, train, words) == [0]
+    assert pool.run(1, train_rank, words) == [0]
     (step,) = steps(metrics)
     assert abs(step["kd_losses"]["kd loss"]) < 1e-5
     assert step["grad_norm"] < 1e-4
@@ -163,13 +157,13 @@ def test_a_trained_model_is_distilled_trained_on_and_exported(
     """Projections are drawn for a model that had none, and are left out by a run and an export that have no teacher."""
     plain, distilled, folder = (tmp_path / name for name in ("plain", "distilled", "exported"))
     run = [*STUDENT, "--lr-decay-style", "constant", "--train-iters"]
-    assert pool.run(1, train, [*run, "2", "--save", str(plain), "--lr-warmup-iters", "0"]) == [0]
+    assert pool.run(1, train_rank, [*run, "2", "--save", str(plain), "--lr-warmup-iters", "0"]) == [0]
     start = f"4 --export-kd-teacher-load {teacher} --kd-layer-pairs 0:3:mse --pretrained-checkpoint {plain}"
-    assert pool.run(2, train, [*run, *start.split(), "--save", str(distilled)]) == [0, 0]
+    assert pool.run(2, train_rank, [*run, *start.split(), "--save", str(distilled)]) == [0, 0]
     names = hash_tensors(distilled / "iter_0000004", "weight")
     assert "distillation.0.projection.weight" in names
     more = f"5 --save {distilled} --load {distilled}"
-    assert pool.run(1, train, [*run, *more.split()]) == [0]
+    assert pool.run(1, train_rank, [*run, *more.split()]) == [0]
     left = hash_tensors(distilled / "iter_0000005", "weight")
     assert names.keys() - left.keys() == {"distillation.0.projection.weight"}
     pytest.importorskip("transformers")
@@ -195,14 +189,14 @@ def test_the_recorded_line_trains_with_its_file_and_a_teacher(
     own = {"--save": str(teacher), "--metrics-file": f"{tmp_path}/other"}
     of_teacher = [own.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     of_teacher += ["--load", str(teacher), "--hidden-size", "128", "--train-iters", "1"]
-    assert pool.run(2, train, of_teacher) == [0, 0]
+    assert pool.run(2, train_rank, of_teacher) == [0, 0]
     file = tmp_path / "cache" / "distill" / "distill_config.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(
         'intermediate_layer_pairs: [["decoder.final_layernorm", "decoder.final_layernorm"]]\n'
         'logit_layers: ["output_layer", "output_layer"]\nskip_lm_loss: true\nkd_loss_scale: 10.0\n'
     )
-    assert pool.run(2, train, [*words, "--export-kd-teacher-load", str(teacher)]) == [0, 0]
+    assert pool.run(2, train_rank, [*words, "--export-kd-teacher-load", str(teacher)]) == [0, 0]
     losses = [step["kd_losses"]["kd final:final:cosine loss"] for step in steps(tmp_path / "metrics")]
     assert len(losses) == 5
     assert min(losses[2:]) < losses[0]

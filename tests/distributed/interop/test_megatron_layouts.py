@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_here import trainer_of_command_line
+from run_here import train_rank
 from tf32_routers import routers_in_tf32
 
 from megatrain.tools.worker_pool import WorkerPool
@@ -30,9 +30,7 @@ CASES = [
 
 def train(rank: int, world_size: int, words: list[str]) -> int:
     with routers_in_tf32():
-        trainer = trainer_of_command_line(rank, world_size, words)
-        trainer.resume()
-        return trainer.train()
+        return train_rank(rank, world_size, words)
 
 
 @pytest.mark.parametrize(("case", "layout"), CASES)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from canonical_weights import stored_values
 from run_here import train_here
 from test_resume import metrics
 
 from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.interop.megatron.torch_dist import TorchDistFolder
-from megatrain.parallel.layout import whole_box
 from megatrain.tools.main import main
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -97,15 +97,9 @@ def assert_consistent(arguments: dict[str, object], world_size: int) -> None:
 
 
 def assert_same(first: TensorReader, other: TensorReader) -> None:
-    tensors = first.manifest.tensors
-    assert other.manifest.tensors.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert other.manifest.tensors[name].kinds.keys() == tensor.kinds.keys()
-        for kind in tensor.kinds:
-            values = [torch.empty(tensor.shape) for _ in range(2)]
-            for reader, out in zip((first, other), values, strict=True):
-                reader.read_box(out, kind=kind, name=name, shape=tensor.shape, box=whole_box(tensor.shape))
-            assert torch.equal(*values), (name, kind)
+    found, expected = stored_values(first), stored_values(other)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:

@@ -7,11 +7,10 @@ import pytest
 import torch
 from canonical_weights import hash_tensors
 from everyday import only
-from run_here import MODEL, trainer_of_command_line
+from run_here import MODEL, train_rank
 
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.model_spec.lora import adapter_names, is_adapter
-from megatrain.parallel.layout import whole_box
 from megatrain.tools.main import main
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -30,12 +29,6 @@ LAYOUTS = {
 }
 
 
-def train(rank: int, world_size: int, words: list[str]) -> int:
-    trainer = trainer_of_command_line(rank, world_size, words)
-    trainer.resume()
-    return trainer.train()
-
-
 def losses(path: Path) -> list[float]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [x for line in lines if "lm_loss" in line for x in (line["lm_loss"], line["grad_norm"])]
@@ -46,10 +39,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     with CheckpointReader(folder) as reader:
         for name, tensor in reader.manifest.tensors.items():
             assert (len(tensor.kinds) > 1) == is_adapter(name) or folder.parent.name != "run"
-            found[name] = torch.empty(tensor.shape, dtype=torch.float64)
-            reader.read_box(
-                found[name], kind="weight", name=name, shape=tensor.shape, box=whole_box(tensor.shape)
-            )
+            found[name] = reader.values(name, tensor.shape, dtype=torch.float64)
     return found
 
 
@@ -57,10 +47,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def folder(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model `base`, and one process that trains its adapters in `run`."""
     folder = tmp_path_factory.mktemp("adapters")
-    assert set(pool.run(1, train, [*FLAGS, "--train-iters", "2", "--save", f"{folder}/base"])) == {0}
+    assert set(pool.run(1, train_rank, [*FLAGS, "--train-iters", "2", "--save", f"{folder}/base"])) == {0}
     words = [*FLAGS, *ADAPTERS, "--pretrained-checkpoint", f"{folder}/base", "--save-interval", "2"]
     words += ["--metrics-file", f"{folder}/losses", "--save", f"{folder}/run"]
-    assert set(pool.run(1, train, words)) == {0}
+    assert set(pool.run(1, train_rank, words)) == {0}
     return folder
 
 
@@ -69,7 +59,7 @@ def test_layouts_train_the_same_adapters(pool: WorkerPool, folder: Path, tmp_pat
     world_size, flags = LAYOUTS[layout]
     words = [*FLAGS, *ADAPTERS, *flags.split(), "--pretrained-checkpoint", f"{folder}/base"]
     words += ["--metrics-file", f"{tmp_path}/losses", "--save", f"{tmp_path}/run"]
-    assert set(pool.run(world_size, train, words)) == {0}
+    assert set(pool.run(world_size, train_rank, words)) == {0}
     assert losses(tmp_path / "losses") == pytest.approx(losses(folder / "losses"), rel=1e-10)
     expected = tensors(folder / "run" / "iter_0000004")
     for name, values in tensors(tmp_path / "run" / "iter_0000004").items():
@@ -78,7 +68,7 @@ def test_layouts_train_the_same_adapters(pool: WorkerPool, folder: Path, tmp_pat
 
 def test_adapters_are_resumed_and_merged(pool: WorkerPool, folder: Path, tmp_path: Path) -> None:
     words = [*FLAGS, *ADAPTERS, "--load", f"{folder}/run/iter_0000002", "--save", f"{tmp_path}/run"]
-    assert set(pool.run(1, train, words)) == {0}
+    assert set(pool.run(1, train_rank, words)) == {0}
     last = folder / "run" / "iter_0000004"
     assert hash_tensors(tmp_path / "run" / "iter_0000004") == hash_tensors(last)
     base, found = tensors(folder / "base" / "iter_0000002"), tensors(last)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from canonical_weights import dequantized, hash_tensors
 from everyday import only
-from run_here import MODEL, trainer_of_command_line
+from run_here import MODEL, train_rank, trainer_of_command_line
 from torch import Tensor
 
 from megatrain.config import ConfigError
@@ -23,7 +23,6 @@ from megatrain.model.implementations.fake_quantized import (
     rounded_weight,
 )
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.layout import whole_box
 from megatrain.tools.checkpoint.source import opened
 from megatrain.tools.compare_logits import logits_of_heads
 from megatrain.tools.main import main
@@ -46,12 +45,6 @@ SCALES = f"{SCALE_PREFIX}{DOWN}"
 TOKENS = torch.arange(16)[None] * 7 % 101
 
 
-def train(rank: int, world_size: int, words: list[str]) -> int:
-    trainer = trainer_of_command_line(rank, world_size, words)
-    trainer.resume()
-    return trainer.train()
-
-
 def losses(path: Path) -> list[float]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [x for line in lines if "lm_loss" in line for x in (line["lm_loss"], line["grad_norm"])]
@@ -60,11 +53,7 @@ def losses(path: Path) -> list[float]:
 def stored(path: Path, name: str) -> Tensor:
     """Return a tensor of the newest checkpoint of a run."""
     with opened(path) as reader:
-        shape = reader.manifest.tensors[name].shape
-        out = torch.empty(shape, dtype=torch.float64)
-        reader.read_box(out, kind="weight", name=name, shape=shape, box=whole_box(shape))
-        reader.finish()
-    return out
+        return reader.values(name, reader.manifest.tensors[name].shape, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +64,7 @@ def reference(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Cal
     @functools.cache
     def of(name: str) -> list[float]:
         words = [*FLAGS, "--metrics-file", f"{folder}/{name}", *([] if name == "none" else ["--qat", name])]
-        assert set(pool.run(1, train, [*words, "--save", f"{folder}/{name}-run"])) == {0}
+        assert set(pool.run(1, train_rank, [*words, "--save", f"{folder}/{name}-run"])) == {0}
         scales = [] if name == "none" else stored(folder / f"{name}-run", SCALES).flatten().tolist()
         return [*losses(folder / name), *scales]
 
@@ -90,7 +79,7 @@ def test_every_layout_trains_as_one_process(
 ) -> None:
     size, flags = LAYOUTS[layout]
     words = [*FLAGS, *flags.split(), "--qat", name, "--metrics-file", f"{tmp_path}/metrics"]
-    assert set(pool.run(size, train, [*words, "--save", f"{tmp_path}/run"])) == {0}
+    assert set(pool.run(size, train_rank, [*words, "--save", f"{tmp_path}/run"])) == {0}
     found = [*losses(tmp_path / "metrics"), *stored(tmp_path / "run", SCALES).flatten().tolist()]
     assert found == pytest.approx(reference(name), rel=1e-10)
     assert found[:2] != pytest.approx(reference("none")[:2], rel=1e-5)
@@ -101,9 +90,9 @@ def test_a_run_resumes_to_the_bit_and_others_start_from_its_weights(pool: Worker
     qat = [*FLAGS, "--qat", "int4"]
     broken, whole = ([*qat, "--save", f"{tmp_path}/{name}"] for name in ("broken", "whole"))
     broken += ["--load", f"{tmp_path}/broken"]
-    assert pool.run(1, train, [*broken, "--exit-interval", "2"]) == [75]
-    assert pool.run(1, train, broken) == [0]
-    assert pool.run(1, train, whole) == [0]
+    assert pool.run(1, train_rank, [*broken, "--exit-interval", "2"]) == [75]
+    assert pool.run(1, train_rank, broken) == [0]
+    assert pool.run(1, train_rank, whole) == [0]
     names = [hash_tensors(tmp_path / one / "iter_0000004", "weight") for one in ("broken", "whole")]
     assert names[0] == names[1]
     assert SCALES in names[0]
@@ -116,7 +105,7 @@ def test_a_run_resumes_to_the_bit_and_others_start_from_its_weights(pool: Worker
             "--save",
             f"{tmp_path}/{name}",
         ]
-        assert pool.run(1, train, words) == [0]
+        assert pool.run(1, train_rank, words) == [0]
         found = hash_tensors(tmp_path / name / "iter_0000004", "weight")
         assert (SCALES in found) == bool(flags)
 
@@ -156,9 +145,7 @@ def test_the_export_computes_what_an_evaluation_does(
     plain = HfCheckpoint(dequantized(tmp_path / "hf", name, tmp_path / "plain", group_size=4))
     assert len(weights) == 7
     for key, weight in weights.items():
-        out, shape = torch.empty_like(weight), tuple(weight.shape)
-        plain.read_box(out, kind="weight", name=key, shape=shape, box=whole_box(shape))
-        assert torch.equal(out, weight), key
+        assert torch.equal(plain.values(key, tuple(weight.shape), dtype=weight.dtype), weight), key
     numbers = format_of(name, 4 if name == "int4" else None, "rtn").weights
     kept, now = stored(tmp_path / "run", SCALES), scales_of(stored(tmp_path / "run", DOWN), numbers)
     assert kept.shape == now.shape
@@ -177,7 +164,7 @@ def test_the_export_computes_what_an_evaluation_does(
 
 def test_tensor_ranks_of_a_text_have_whole_groups(pool: WorkerPool, tmp_path: Path) -> None:
     words = [*FLAGS, "--qat", "int4", "--qat-group-size", "8", "--train-iters", "2", "--save", str(tmp_path)]
-    assert pool.run(1, train, words) == [0]
+    assert pool.run(1, train_rank, words) == [0]
     options = ModelOptions(
         device=torch.device("cpu"), dtype=torch.float32, ranks=TensorRanks(4), is_rounded=True
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.kernels.linear import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_gather, all_reduce, reduce_scatter

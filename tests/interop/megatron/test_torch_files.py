@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from canonical_weights import stored_values
 from everyday import nightly
 from megatron_torch_files import KINDS, write_torch_files
 
@@ -197,10 +198,4 @@ def test_damage_is_found_or_harmless(stored: Path, tmp_path: Path) -> None:
 
 
 def whole(path: Path) -> dict[str, torch.Tensor]:
-    reader, found = MegatronCheckpoint(path, allows_format_torch=True), {}
-    for name, tensor in reader.manifest.tensors.items():
-        for kind in tensor.kinds:
-            out = found[f"{kind}/{name}"] = torch.empty(tensor.shape)
-            box = tuple((0, size) for size in tensor.shape)
-            reader.read_box(out, kind=kind, name=name, shape=tensor.shape, box=box)
-    return found
+    return stored_values(MegatronCheckpoint(path, allows_format_torch=True))

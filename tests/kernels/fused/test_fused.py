@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from fused_helpers import DEVICE, DTYPES, drawn, near
+from kernel_reference import reference
 
 from megatrain.kernels import (
     activations,
@@ -50,7 +51,7 @@ def test_norm(
     delta = drawn(rows, 1, columns, dtype=dtype, seed=3) if has_delta else None
     dy, dtotal = drawn(rows, 1, columns, dtype=dtype, seed=4), drawn(rows, 1, columns, dtype=dtype, seed=5)
     found = norms.NormOutput(*fused_norms.norm(x, delta, weight, bias, 1e-5, 1.0))
-    expected = norms.norm_reference(x, delta, weight, bias, 1e-5, 1.0)
+    expected = reference(norms.norm)(x, delta, weight, bias, 1e-5, 1.0)
     assert torch.equal(found.total, expected.total)
     near(found.y, expected.y, dtype)
     near(found.mean, expected.mean, torch.float32, columns)
@@ -59,14 +60,14 @@ def test_norm(
     if delta is not None:
         terms = torch.stack((delta, term))
         of_terms = fused_norms.norm(x, terms, weight, bias, 1e-5, 1.0)
-        assert torch.equal(of_terms[0], norms.norm_reference(x, terms, weight, bias, 1e-5, 1.0).total)
+        assert torch.equal(of_terms[0], reference(norms.norm)(x, terms, weight, bias, 1e-5, 1.0).total)
         assert torch.equal(of_terms[0], fused_norms.add_terms(x, terms))
         assert torch.equal(of_terms[1], fused_norms.norm(x, delta + term, weight, bias, 1e-5, 1.0)[1])
     for along, dy_term in ((None, None), (dtotal, None), (dtotal, term)):
         gradients = fused_norms.norm_backward(
             dy, along, found.total, weight, found.mean, found.rstd, 1.0, dy_term
         )
-        references = norms.norm_backward_reference(dy, along, found, weight, 1.0, dy_term)
+        references = reference(norms.norm_backward)(dy, along, found, weight, 1.0, dy_term)
         if dy_term is not None:
             statistics = found.total, weight, found.mean, found.rstd, 1.0
             of_sum = fused_norms.norm_backward(dy + dy_term, along, *statistics)
@@ -86,7 +87,7 @@ def test_a_norm_of_an_fp32_residual_stream_in_fp16() -> None:
     x, delta = drawn(5, 1, 96), drawn(5, 1, 96, dtype=torch.float16, seed=3)
     weight = drawn(96, dtype=torch.float16, seed=1)
     total, y, _, _ = fused_norms.norm(x, delta, weight, None, 1e-5, 0.0)
-    expected = norms.norm_reference(x, delta, weight, None, 1e-5)
+    expected = reference(norms.norm)(x, delta, weight, None, 1e-5)
     assert (total.dtype, y.dtype) == (torch.float32, torch.float16)
     near(total, expected.total, torch.float32)
     near(y, expected.y, torch.float16)
@@ -107,7 +108,7 @@ def test_activations_propagate_nan(
         x[1, column] = float("nan")
     y = fused_activations.activate(x, *activation.kernel_args)
     dx, _ = fused_activations.activate_backward(dy, x, None, *activation.kernel_args)
-    assert torch.equal(y.isnan(), activations.activate_reference(x, activation).isnan())
+    assert torch.equal(y.isnan(), reference(activations.activate)(x, activation).isnan())
     assert y.isnan().any()
     assert dx[1].isnan().any()
 
@@ -141,7 +142,7 @@ def test_activation(
     dy = drawn(rows, 1, columns, dtype=dtype, seed=1)
     recomputed = torch.empty_like(dy)
     y = fused_activations.activate(x, *activation.kernel_args)
-    near(y, activations.activate_reference(x, activation), dtype)
+    near(y, reference(activations.activate)(x, activation), dtype)
     dx, _ = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
     near(dx, activations.activate_backward_reference(dy, x, activation), dtype)
     near(recomputed, y, dtype)  # another kernel, with other fused multiply-adds
@@ -185,9 +186,9 @@ def test_rotary(
     gradients[1] = gradients[1].transpose(0, 1).contiguous().transpose(0, 1)
     near(
         fused_rotary.apply_rope_to_qkv_backward(gradients, cos, sin, **kind),
-        rotary.apply_rope_to_qkv_backward_reference(gradients, cos, sin, **kind), dtype,
+        reference(rotary.apply_rope_to_qkv_backward)(gradients, cos, sin, **kind), dtype,
     )  # fmt: skip
-    expected = rotary.apply_rope_to_qkv_reference(qkv, heads, cos, sin, **kind)
+    expected = reference(rotary.apply_rope_to_qkv)(qkv, heads, cos, sin, **kind)
     for one, other in zip(
         fused_rotary.apply_rope_to_qkv(qkv, heads, cos, sin, **kind), expected, strict=True
     ):
@@ -204,12 +205,12 @@ def test_output_gate(dtype: torch.dtype, heads: tuple[int, ...], d: int, has_sil
     assert not gate.is_contiguous()
     x = drawn(s, b, heads[0] * d, dtype=dtype, seed=1)
     dy = drawn(b, s, heads[0] * d, dtype=dtype, seed=2).transpose(0, 1)
-    expected_y = output_gate.gate_output_reference(x, gate, has_silu=has_silu)
+    expected_y = reference(output_gate.gate_output)(x, gate, has_silu=has_silu)
     near(fused_output_gate.gate_output(x, gate, has_silu=has_silu), expected_y, dtype)
     place = torch.zeros(s, b, 2 * heads[0] * d, dtype=dtype, device=DEVICE)[..., heads[0] * d :]
     found = fused_output_gate.gate_output_backward(dy, x, gate, has_silu=has_silu, out=place)
     assert found[1] is place
-    expected = output_gate.gate_output_backward_reference(dy, x, gate, has_silu=has_silu)
+    expected = reference(output_gate.gate_output_backward)(dy, x, gate, has_silu=has_silu)
     for one, other in zip(found, expected, strict=True):
         near(one, other, dtype)
 
@@ -225,7 +226,7 @@ def test_cross_entropy(dtype: torch.dtype, rows: int, columns: int, num_real: in
     found = cross_entropy.LogitStatistics(
         logits, *fused_cross_entropy.logit_statistics(logits, labels, num_real)
     )
-    expected = cross_entropy.logit_statistics_reference(logits.clone(), labels, num_real)
+    expected = reference(cross_entropy.logit_statistics)(logits.clone(), labels, num_real)
     assert torch.equal(found.target_logits, expected.target_logits)
     assert not num_real or torch.equal(found.max_logits, expected.max_logits)
     near(found.sum_exp, expected.sum_exp, torch.float32, columns)
@@ -234,8 +235,8 @@ def test_cross_entropy(dtype: torch.dtype, rows: int, columns: int, num_real: in
     fused_cross_entropy.write_gradient(logits, log_sums, labels, softmax_scale, onehot_scale, num_real)
     near(
         logits,
-        cross_entropy.cross_entropy_backward_reference(
-            expected, log_sums, labels, softmax_scale, onehot_scale, dtype
+        reference(cross_entropy.cross_entropy_backward)(
+            expected, log_sums, labels, softmax_scale, onehot_scale, num_real, dtype
         ),
         dtype,
         columns,
@@ -249,12 +250,12 @@ def test_divergence(dtype: torch.dtype, rows: int, columns: int, num_real: int, 
     student, teacher = ((8 * drawn(rows, columns, seed=seed)).to(dtype) for seed in (1, 2))
     sizes, scale = (1.7, num_real), drawn(rows, seed=3)
     found = fused_cross_entropy.divergence_statistics(student, teacher, *sizes, is_reversed=is_reversed)
-    expected = divergence.statistics_reference(student, teacher, *sizes, is_reversed=is_reversed)
+    expected = reference(divergence.statistics)(student, teacher, *sizes, is_reversed=is_reversed)
     for one, other in zip(found, expected, strict=True):
         near(one, other, torch.float32, columns)
     losses, log_sums = divergence.divergences(expected[2:], expected[:2], is_reversed=is_reversed)
     arguments = (student, teacher.clone(), log_sums, losses, scale, *sizes)
-    gradient = divergence.gradient_reference(*arguments, is_reversed=is_reversed)
+    gradient = reference(divergence.divergence_gradient)(*arguments, is_reversed=is_reversed)
     fused_cross_entropy.write_divergence_gradient(*arguments, is_reversed=is_reversed)
     near(arguments[1], gradient, dtype, columns)
 
@@ -274,7 +275,7 @@ def test_normal_numbers_are_the_same_bits(dtype: torch.dtype, mean: float, std: 
         "std": std,
     }
     fused_random.fill_normal(found, **where)
-    random.fill_normal_reference(expected, **where)
+    reference(random.fill_normal)(expected, **where)
     assert torch.equal(found.cpu(), expected)
 
 
@@ -286,7 +287,7 @@ def test_dropout_is_the_same_to_the_last_bit(
     rows = torch.stack([torch.arange(50), 2**40 - torch.arange(50)], dim=1).to(DEVICE)
     x, threshold = drawn(50, 2, columns, dtype=dtype), random.dropout_threshold(0.3)
     found = fused_random.drop(x, rows, 77, threshold)
-    assert torch.equal(found.cpu(), random.drop_reference(x.cpu(), rows.cpu(), 77, 0.3))
+    assert torch.equal(found.cpu(), random.drop(x.cpu(), rows.cpu(), key=77, p=0.3))
     assert 0.65 < (found != 0).float().mean().item() < 0.75
     for kind in (dtype, torch.float32):  # the residual stream may have a higher precision
         residual = drawn(50, 2, columns, dtype=kind, seed=1)
@@ -356,7 +357,7 @@ def test_column_sums(dtype: torch.dtype, rows: int, columns: int) -> None:
     x, before = drawn(rows, columns, dtype=dtype), drawn(columns, seed=1)
     found, expected = before.clone(), before.double()
     fused_sums.add_column_sums(found, x)
-    sums.add_column_sums_reference(expected, x.double())
+    reference(sums.add_column_sums)(expected, x.double())
     near(found, expected, torch.float32, rows)
     for first in {0, 1, columns // 2, columns - 1}:
         parts = [part.clone() for part in before.tensor_split([first])]
@@ -369,7 +370,7 @@ def test_rope_of_gradients_is_in_place_for_views_of_one_tensor(is_interleaved: b
     sizes, table = (4, 2, 2), drawn(9, 1, 1, 8)
     whole = drawn(9, 3, 8, 16, seed=1)
     copies = [part.clone() for part in whole.split(sizes, dim=2)]
-    expected = rotary.apply_rope_to_qkv_backward_reference(
+    expected = reference(rotary.apply_rope_to_qkv_backward)(
         copies, table.cos(), table.sin(), is_interleaved=is_interleaved
     )
     of_both = [
@@ -386,18 +387,18 @@ def test_rope_of_gradients_is_in_place_for_views_of_one_tensor(is_interleaved: b
 def test_strided_tensors_are_read_correctly() -> None:
     x, delta, dy, dtotal = (drawn(6, 1, 2 * 40, seed=seed)[..., ::2] for seed in range(4))
     weight = drawn(40, seed=4)
-    output = norms.norm_reference(x, delta, weight, None, 1e-5)
+    output = reference(norms.norm)(x, delta, weight, None, 1e-5)
     near(fused_norms.norm(x, delta, weight, None, 1e-5, 0.0)[1], output.y, torch.float32, 40)
     strided = output._replace(total=output.total.repeat_interleave(2, dim=-1)[..., ::2])
     found = fused_norms.norm_backward(dy, dtotal, strided.total, weight, None, output.rstd, 0.0)
-    expected = norms.norm_backward_reference(dy, dtotal, output, weight)
+    expected = reference(norms.norm_backward)(dy, dtotal, output, weight)
     near(found[0], expected.dx, torch.float32, 40)
     near(found[1].sum(0), expected.rows.sum(0), torch.float32, 40)
     activation = Activation(fn=activations.SILU)
     recomputed = torch.empty(6, 1, 40, device=DEVICE)
     dx, _ = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
     near(dx, activations.activate_backward_reference(dy, x, activation), torch.float32)
-    near(recomputed, activations.activate_reference(x, activation), torch.float32)
+    near(recomputed, reference(activations.activate)(x, activation), torch.float32)
 
 
 def test_in_place_kernels_refuse_strided_tensors() -> None:
@@ -425,7 +426,7 @@ def test_parts_are_summed_in_their_order(dtype: torch.dtype, size: int, number: 
     parts[number] = float("nan")  # is not read
     found, expected = torch.empty_like(own), own.clone()
     fused_sums.sum_parts(parts, own, number, found)
-    sums.sum_parts_reference(parts, expected, number, expected)
+    reference(sums.sum_parts)(parts, expected, number, expected)
     assert torch.equal(found, expected)
     fused_sums.sum_parts(parts, own, number, own)
     assert torch.equal(own, expected)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from fused_helpers import DEVICE, DTYPES, drawn, near
+from kernel_reference import reference
 
-from megatrain.kernels.attention.decode import decode_attention_reference
+from megatrain.kernels.attention.decode import decode_attention
 from megatrain.kernels.fused import decode_attention as fused
 from megatrain.kernels.fused.matrix_vector import matrix_vector
 
@@ -45,7 +46,7 @@ def test_decode_attention(
     options = options | {"sink": drawn(n, dtype=dtype, seed=3)} if "sink" in options else options
     found = fused.decode_attention(q, keys, values, first, count, scale=d**-0.5, **options)
     wide = [x.double() for x in (q, keys, values)]
-    expected = decode_attention_reference(*wide, first, count, scale=d**-0.5, **options)
+    expected = reference(decode_attention)(*wide, first, count, scale=d**-0.5, **options)
     near(found, expected, dtype, 800)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import pretrain
 from megatrain.config import parse
 from megatrain.model.families.vision import ImagesInText
 from megatrain.optim.sharded import WEIGHT
@@ -63,21 +64,15 @@ def test_a_frozen_tower_has_no_graph() -> None:
         assert not any(parameter.requires_grad for parameter in start.tower.parameters())
 
 
-def losses_of(flags: str) -> list[float]:
-    with joined_ranks(parse(flags.split()), Phases(Console(is_quiet=True))) as ranks:
-        trainer = Trainer(ranks)
-        trainer.resume()
-        path = ranks.plan.config.logging.metrics_file
-        assert trainer.train() in (0, 75)  # 75: --exit-interval
-    lines = map(json.loads, Path(path).read_text().splitlines())
+def losses_of(flags: str, metrics: Path) -> list[float]:
+    assert pretrain.main(f"{flags} --metrics-file {metrics}".split()) in (0, 75)  # 75: --exit-interval
+    lines = map(json.loads, metrics.read_text().splitlines())
     return [line["lm_loss"] for line in lines if "lm_loss" in line]
 
 
 def test_a_run_with_a_frozen_tower_resumes_bit_for_bit(tmp_path: Path) -> None:
     flags = f"{FLAGS} --freeze-ViT --train-iters 4 --lr-decay-iters 4 --num-workers 1"
-    whole = losses_of(f"{flags} --metrics-file {tmp_path / 'whole.jsonl'}")
-    halves = (
-        f"{flags} --save {tmp_path / 'save'} --save-interval 2 --metrics-file {tmp_path / 'halves.jsonl'}"
-    )
-    losses_of(f"{halves} --exit-interval 2")
-    assert losses_of(f"{halves} --load {tmp_path / 'save'}") == whole
+    whole = losses_of(flags, tmp_path / "whole.jsonl")
+    halves, metrics = f"{flags} --save {tmp_path / 'save'} --save-interval 2", tmp_path / "halves.jsonl"
+    losses_of(f"{halves} --exit-interval 2", metrics)
+    assert losses_of(f"{halves} --load {tmp_path / 'save'}", metrics) == whole

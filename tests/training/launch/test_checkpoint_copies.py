@@ -11,7 +11,6 @@ import pretrain
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
-from megatrain.parallel.layout import whole_box
 from megatrain.training.checkpoint_copies import HfFolders, MegatronCopies
 
 COPIED = {"--also-save": "torch_dist", "--max-position-embeddings": "64"}
@@ -31,10 +30,7 @@ def test_each_checkpoint_has_a_copy_with_its_tensors(
         assert theirs.manifest.tensors.keys() == tensors.keys()
         for tensor, stored in tensors.items():
             for kind in stored.kinds:
-                values = [torch.empty(stored.shape) for _ in range(2)]
-                for reader, out in zip((ours, theirs), values, strict=True):
-                    box = whole_box(stored.shape)
-                    reader.read_box(out, kind=kind, name=tensor, shape=stored.shape, box=box)
+                values = [reader.values(tensor, stored.shape, kind=kind) for reader in (ours, theirs)]
                 assert torch.equal(*values), (tensor, kind)
     assert (copies / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert sorted(path.name for path in copies.glob("iter_*")) == ["iter_0000002"]
@@ -54,8 +50,7 @@ def test_folders_of_transformers_are_written_at_intervals(tmp_path: Path) -> Non
     assert [path.name for path in found] == ["iter_0000002", "iter_0000003"]
     with CheckpointReader(tmp_path / "iter_0000003") as ours:
         name, shape = "decoder.final_norm.weight", ours.manifest.tensors["decoder.final_norm.weight"].shape
-        expected = torch.empty(shape)
-        ours.read_box(expected, kind="weight", name=name, shape=shape, box=whole_box(shape))
+        expected = ours.values(name, shape)
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(found[-1])
     assert torch.equal(model.model.norm.weight, expected)

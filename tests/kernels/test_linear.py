@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.kernels.linear import accumulate_weight_gradient
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
