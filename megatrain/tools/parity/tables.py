@@ -90,7 +90,7 @@ PRODUCT: dict[str, tuple[str, ...]] = {
     "loss": ("means", "tokens"),
     "optimizer": ("adam", "sgd", "muon"),
 }
-"""Options of which `--full` combines these words exhaustively, besides the rows that cover every pair."""
+"""Words that `--full` combines exhaustively. Its other rows cover every pair."""
 
 _RING = {"context communication": "ring"}
 _REDUCTIONS: tuple[dict[str, str], ...] = (
