@@ -36,8 +36,8 @@ class Recompute:
     """`core_attn`, `mlp`, `mlp_act`, `layernorm`; `mla_up_proj` with latents; `moe` and `shared_experts` with experts."""
 
     def has_part(self, name: str) -> bool:
-        """Return whether this part of every layer is recomputed."""
-        return self.kind == "parts" and name in self.parts
+        """Return whether this part of every layer is recomputed, or of every layer that is not recomputed whole."""
+        return name in self.parts
 
 
 class RecomputedModule(nn.Module):

@@ -367,16 +367,15 @@ def build_schedules(plan: Plan) -> HyperparamSchedules:
 def _recompute(plan: Plan) -> Recompute:
     """Return the parts that the plan recomputes in the backward pass."""
     training, mlp_rows = plan.config.training, _mlp_rows(plan)
+    parts: tuple[str, ...] = ("mlp_act",) if training.recompute_mlp_act else ()
     if training.recompute_granularity == "full":
         assert training.recompute_method is not None, "a rule asks for it"
         layers = training.recompute_num_layers or 1
-        return Recompute(kind=training.recompute_method, num_layers=layers, mlp_rows=mlp_rows)
+        return Recompute(kind=training.recompute_method, num_layers=layers, mlp_rows=mlp_rows, parts=parts)
     is_selective = training.recompute_granularity == "selective" or training.recompute_activations
-    parts: tuple[str, ...] = (training.recompute_modules or ("core_attn",)) if is_selective else ()
+    parts += (training.recompute_modules or ("core_attn",)) if is_selective else ()
     if training.recompute_norms:
         parts += ("layernorm",)
-    if training.recompute_mlp_act:
-        parts += ("mlp_act",)
     return Recompute(kind="parts" if parts else "none", parts=parts, mlp_rows=mlp_rows)
 
 

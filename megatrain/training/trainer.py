@@ -221,7 +221,12 @@ class Trainer:
     def _run_iterations(self, run: TrainingRun, evaluation: Evaluation) -> str | None:
         """Run iterations up to the target; return the reason to stop before it, if there is one."""
         assert self.batches.train is not None
-        profiling = Profiling(self.plan, rank=self.ranks.grid.rank, start=self.progress.iteration)
+        profiling = Profiling(
+            self.plan,
+            rank=self.ranks.grid.rank,
+            start=self.progress.iteration,
+            waits_after=lambda iteration: self._is_boundary(iteration, run.stop, evaluation),
+        )
         self._print(profiling.start_message())
         run.log.restart_clock()
         iterations = Iterations(run, self.batches.train, passed_over=self.passed_over)

@@ -204,13 +204,9 @@ class TrainingConfig(Section, on_resume=SAFE):
     )
     """Recompute norms that precede linear layers, as --recompute-modules layernorm does. auto: on GPUs for wide models, where the cost is small, unless something else is recomputed. Not in Megatron-LM."""
     recompute_mlp_act: bool = setting(
-        AUTO,
-        needs=(
-            none_of("training.recompute_granularity", "full", why=", which recomputes whole layers"),
-            off("precision.fp8_format", words="with {}, whose layers save its input"),
-        ),
+        AUTO, needs=off("precision.fp8_format", words="with {}, whose layers save its input")
     )
-    """Recompute the activation of MLPs and shared experts instead of saving its result. auto: on GPUs for wide models, where the cost is small, unless MLPs are recomputed anyway. Not in Megatron-LM."""
+    """Recompute the activation of MLPs and shared experts instead of saving its result. auto: on GPUs for wide models, where the cost is small. Not in Megatron-LM."""
     mlp_chunks_for_training: int = setting(AUTO, at_least=1)
     """Chunks of a dense MLP's tokens, computed one after the other and again in the backward pass: wide tensors of one chunk are in memory at a time. auto: recomputed MLPs of at least 32,768 tokens on a rank have chunks of 16,384 or more; other ones are computed whole."""
     cpu_offloading_num_layers: int = setting(0, at_least=0)

@@ -196,8 +196,6 @@ def recompute_mlp_act(draft: Draft) -> DerivedValue:
         return DerivedValue(False, "not on a GPU")
     if draft.derived.transformer_impl != "local":
         return DerivedValue(False, "Transformer Engine keeps what its activations return")
-    if training.recompute_granularity == "full" or "mlp" in training.recompute_modules:
-        return DerivedValue(False, "MLPs are recomputed anyway")
     if draft.derived.fp8_layers:
         return DerivedValue(False, "FP8 layers save its input")
     return _worth_it(draft, 2 * model.ffn_hidden_size, "the result of the activation in each MLP")

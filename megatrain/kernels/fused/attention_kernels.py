@@ -428,7 +428,10 @@ def gradients_near(
         near = tl.maximum(start_key + 1 - reach, 0) // QUERIES * QUERIES
         far = tl.minimum(tl.cdiv(start_key + KEYS - 1 + reach, QUERIES) * QUERIES, scores_at[1])
         of_head = tl.cast(sample, tl.int64) * tl.num_programs(1) + head
-        stored = DSCORES + of_head * scores_at[0] * scores_at[1] + (key * scores_at[1] + row)
+        start = number % tiles * ROWS * 8
+        stored = (
+            DSCORES + (of_head * scores_at[0] + start) * scores_at[1] + ((key - start) * scores_at[1] + row)
+        )
         dscores = tl.load(stored, mask=(key < sk) & (row >= near) & (row < far), other=0).to(tl.float32)
         is_pair = (row < sq) & (key < sk)
         if HAS_PADDING:  # whose tiles may not have been stored

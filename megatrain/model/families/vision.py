@@ -116,7 +116,9 @@ class Projector(nn.Module):
         first, second = linears.values()
         self.fc1 = context.column_linear(first, norm, has_bias=part.has_bias)
         self.fc2 = context.builder.activation_row_linear(
-            part.mlp, context.row_weights(second, has_bias=part.has_bias)
+            part.mlp,
+            context.row_weights(second, has_bias=part.has_bias),
+            recompute_activation=context.recompute.has_part("mlp_act"),
         )
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:

@@ -199,7 +199,7 @@ def _part_bytes(workload: Workload, layout: Layout, part: Part) -> float:
         return _attention_bytes(layout, part)
     if isinstance(part, MlpSpec):
         gate = 2 if part.is_gated else 1
-        kept = gate + (not workload.plan.config.training.recompute_mlp_act)
+        kept = gate + _keeps_activations(workload)
         return 0.0 if "mlp" in layout.modules else 2 * kept * part.ffn_hidden_size / layout.tp
     if isinstance(part, ExpertsSpec):
         return _expert_bytes(workload, layout, part)
@@ -227,7 +227,15 @@ def _expert_bytes(workload: Workload, layout: Layout, experts: ExpertsSpec) -> f
     has_codes = config.experts.moe_fp8_dispatch and config.precision.fp8_format is not None
     one = (1 if has_codes else 2) * width + 2 * gate * experts.ffn_hidden_size / layout.etp
     routed = _rows_per_token(workload, layout, experts) * one
-    return routed + 2 * workload.hidden + 2 * gate * experts.shared_ffn_hidden_size / layout.tp
+    kept = gate + _keeps_activations(workload)
+    return routed + 2 * workload.hidden + 2 * kept * experts.shared_ffn_hidden_size / layout.tp
+
+
+def _keeps_activations(workload: Workload) -> bool:
+    """Return whether dense MLPs save what their activations return."""
+    plan = workload.plan
+    is_own_fp8 = plan.config.precision.fp8_format is not None and plan.derived.transformer_impl == "local"
+    return not plan.config.training.recompute_mlp_act and not is_own_fp8
 
 
 def _rows_per_token(workload: Workload, layout: Layout, experts: ExpertsSpec) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,9 +36,12 @@ class Profiling:
         plan: the plan of the run.
         rank: this rank.
         start: completed iterations when the run starts or resumes.
+        waits_after: returns whether the host waits after an iteration anyway, for an evaluation or a save.
     """
 
-    def __init__(self, plan: Plan, *, rank: int, start: int) -> None:
+    def __init__(
+        self, plan: Plan, *, rank: int, start: int, waits_after: Callable[[int], bool] = lambda _: False
+    ) -> None:
         self._logging = logging = plan.config.logging
         ranks = sorted(set(logging.profile_ranks or (0,)))
         self._is_profiled_rank = logging.profile and rank in ranks
@@ -53,8 +57,9 @@ class Profiling:
         self._profile: profile | None = None
         self._is_recording = False
         self._has_ranges = logging.nvtx_ranges and self._device == "cuda"
-        has_queue = self._device == "cuda" and not self._has_ranges and self._first > start + 1
-        self._begin = self._first - has_queue
+        has_queue = self._device == "cuda" and not self._has_ranges
+        earlier = self._first - 1
+        self._begin = earlier if has_queue and earlier > start and not waits_after(earlier) else self._first
         """The first iteration that is recorded."""
         self._ranges: emit_nvtx | None = None
         self._history: Path | None = None

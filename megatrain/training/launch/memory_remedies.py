@@ -35,10 +35,8 @@ def memory_remedies(plan: Plan, *, of_state: bool = False) -> Iterator[str]:
 
 def _keeps_activations(plan: Plan) -> bool:
     """Return whether MLPs save what their activations return, and need not."""
-    training, precision = plan.config.training, plan.config.precision
-    is_recomputed = training.recompute_granularity == "full" or "mlp" in training.recompute_modules
-    is_possible = plan.derived.transformer_impl == "local" and precision.fp8_format is None
-    return is_possible and not is_recomputed and not training.recompute_mlp_act
+    is_possible = plan.derived.transformer_impl == "local" and plan.config.precision.fp8_format is None
+    return is_possible and not plan.config.training.recompute_mlp_act
 
 
 def _remedies(plan: Plan, *, of_step: bool, splits: bool) -> Sequence[tuple[str, bool]]:

@@ -149,11 +149,10 @@ def test_the_default_depends_on_the_cost(flags, device, expected):
         ("--hidden-size 2048 --recompute-mlp-act", "cuda", True),
         ("--hidden-size 4096 --no-recompute-mlp-act", "cuda", False),
         ("--hidden-size 4096", "cpu", False),
-        ("--hidden-size 4096 --recompute-granularity selective --recompute-modules mlp", "cuda", False),
         (
-            "--hidden-size 4096 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "--hidden-size 4096 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
             "cuda",
-            False,
+            True,
         ),
     ],
 )

@@ -122,8 +122,6 @@ CASES = [
      ("--recompute-method block", "--recompute-granularity is full")),
     ("--recompute-norms --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "",
      ("--recompute-norms", "--recompute-granularity full")),
-    ("--recompute-mlp-act --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "",
-     ("--recompute-mlp-act", "--recompute-granularity full, which recomputes whole layers")),
     ("--recompute-mlp-act --fp8-format hybrid", "", ("--recompute-mlp-act", "--fp8-format, whose layers save its input")),
     ("--recompute-modules mlp", "", ("--recompute-modules mlp", "--recompute-granularity is selective")),
     ("--recompute-activations --recompute-modules mlp moe_act", "", ("--recompute-modules moe_act", "--num-experts")),
