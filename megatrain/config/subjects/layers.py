@@ -150,7 +150,7 @@ def stages_are_not_empty(draft: Draft) -> Problems:
     pp = draft.config.parallel.pipeline_model_parallel_size
     layers, ranges = draft.derived.model_spec.layers, layer_ranges(draft.derived.pipeline_layers)
     for stage, numbers in list(enumerate(ranges))[1:-1]:
-        has_parts = stage == draft.derived.mtp_stage
+        has_parts = stage == draft.derived.mtp_stage or any(draft.derived.tower_layers[stage : stage + 1])
         if not has_parts and not any(layers[number].parts for number in numbers):
             yield Problem(
                 f"{_source(draft)}: stage {stage} of --pipeline-model-parallel-size {pp} has only layers without parts,"

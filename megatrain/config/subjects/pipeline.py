@@ -85,8 +85,9 @@ def tower_layers(draft: Draft) -> DerivedValue:
 
 def _tower_layers(draft: Draft) -> tuple[int, ...]:
     """Return the layers of the vision tower of each virtual stage; empty: the first has them all."""
-    vision, pp = draft.derived.model_spec.vision, draft.config.parallel.pipeline_model_parallel_size
-    if vision is None or vision.is_tower_frozen or pp == 1 or not _is_balanced(draft):
+    pp = draft.config.parallel.pipeline_model_parallel_size
+    vision = draft.derived.model_spec.vision if pp > 1 and _is_balanced(draft) else None
+    if vision is None or vision.is_tower_frozen:
         return ()
     found = _balanced(draft, pp * draft.derived.pipeline_chunks)[0]
     return found if any(found[1:]) else ()
@@ -149,7 +150,7 @@ def pipeline_is_valid(draft: Draft) -> Problems:
         chunks, _ = _chunks(draft)
         yield from _schedule_problems(draft, chunks)
         counts, _ = _layers(draft, chunks)
-        _check_stages(counts, _mtp_stage(draft, chunks)[0])
+        _check_stages(counts, _mtp_stage(draft, chunks)[0], _tower_layers(draft))
     except PipelineError as error:
         yield error.problem
     group = draft.config.parallel.microbatch_group_size_per_virtual_pipeline_stage

@@ -337,7 +337,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         ),
         Feature(
             "soap",
-            "--optimizer soap --soap-precondition-frequency 2 --adam-eps 1e-3",
+            "--optimizer soap --soap-precondition-frequency 2 --adam-eps 1e-2",
             excludes=("offload",),
         ),
     ),

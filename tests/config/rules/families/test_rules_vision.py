@@ -89,15 +89,16 @@ def test_a_norm_precedes_the_projector_as_in_megatron(plan_of, flags, has_norm):
     assert (vision.projector.norm is not None) == has_norm
 
 
-@pytest.mark.parametrize("images", [1, 4, 40])
+@pytest.mark.parametrize(("images", "size"), [(1, 6), (4, 6), (40, 6), (40, 24)])
 @pytest.mark.parametrize("frozen", ["", "--freeze-ViT"])
-def test_the_automatic_split_weighs_the_tower_and_splits_one_that_is_trained(plan_of, images, frozen):
-    flags = f"{VLM} --num-layers 6 --images-per-sample {images} --pipeline-model-parallel-size 4 {frozen}"
-    plan = plan_of(f"{flags} --pipeline-model-parallel-layout auto", facts=Facts(world_size=4))
+def test_the_automatic_split_weighs_the_tower_and_splits_one_that_is_trained(plan_of, images, size, frozen):
+    flags = f"{VLM} --num-layers 6 --vision-num-layers {size} --images-per-sample {images} {frozen}"
+    stages = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout auto"
+    plan = plan_of(f"{flags} {stages}", facts=Facts(world_size=4))
     derived, length = plan.derived, sample_length(plan.config)
     layers, head = derived.model_spec.flops_per_token(length)
     tower = derived.model_spec.vision_flops_per_token(length)
-    assert len(tower) == (1 if frozen else 6)
+    assert len(tower) == (1 if frozen else size)
     costs = [*tower, *layers, head]
 
     def slowest(ends):
@@ -108,3 +109,4 @@ def test_the_automatic_split_weighs_the_tower_and_splits_one_that_is_trained(pla
     assert slowest(list(ends)[:3]) == min(map(slowest, combinations(range(1, len(costs)), 3)))
     assert (sum(of_tower), sum(derived.pipeline_layers)) == (len(tower), 6)
     assert bool(derived.tower_layers) == (not frozen and images == 40)
+    assert (0 in derived.pipeline_layers[1:3]) == (not frozen and size == 24)  # a stage of the tower alone
