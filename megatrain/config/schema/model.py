@@ -7,7 +7,6 @@ from megatrain.config.derive.hybrid_pattern import has_same_layers
 from megatrain.config.schema.needs import Conflict, Need, conflict, contains, either, none_of, off, on, one_of
 from megatrain.config.schema.resume_class import (
     FUNCTION,
-    ORDER,
     SAFE,
     SHAPE,
     SILENT,
@@ -122,9 +121,9 @@ class ModelConfig(Section, on_resume=SHAPE):
     decoder_num_layers: int | None = setting(None, at_least=1, needs=_TWO_DEPTHS)
     """vlm: layers of the language model; none: --num-layers. T5: no effect, as in Megatron-LM, where --encoder-num-layers is the depth of both stacks."""
     decoder_seq_length: int | None = setting(
-        None, at_least=1, unit="tokens", on_resume=ORDER, taken_by=ARGS, needs=_T5
+        None, at_least=1, unit="tokens", on_resume=STEPS, taken_by=ARGS, needs=_T5
     )
-    """T5: length of the decoder's part of a sample; --seq-length is that of the encoder's."""
+    """T5: length of the decoder's part of a sample; --seq-length is that of the encoder's. It decides the padding alone, and may change on resume."""
     hidden_size: int = setting(
         REQUIRED,
         at_least=1,

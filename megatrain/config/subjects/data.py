@@ -292,9 +292,9 @@ def padded_vocabulary(vocab_size: int, *, divisible_by: int, tp_size: int) -> in
 
 @rule
 def vocabulary_is_the_tokenizers(draft: Draft) -> Problems:
-    """Megatron-LM's softmax counts the rows of padding, and --vocab-size keeps them here. More rows are a mistake."""
+    """--vocab-size counts the rows of padding in the softmax, as Megatron-LM does. More of them are a mistake, unless a checkpoint has them."""
     found, tokens, model = draft.facts.vocab_size, draft.derived.vocab_size, draft.config.model
-    if found is None or tokens <= found:
+    if found is None or tokens <= found or draft.facts.checkpoint is not None:
         return
     tp = draft.config.parallel.tensor_model_parallel_size
     rows = padded_vocabulary(found, divisible_by=model.make_vocab_size_divisible_by, tp_size=tp)

@@ -338,6 +338,8 @@ LOSS = "cannot change on resume, since the loss that is trained depends on it"
         ("--reset-position-ids", "", "safe: --reset-position-ids on -> off"),  # without effect with RoPE
         ("--fim-rate 0.2", "", "safe: --fim-rate 0.2 -> 0.5"),
         ("--dataset a.py:f", "--dataset b.py:f", "so that later steps may compute something else: --dataset a.py:f -> b.py:f"),
+        ("--model-family t5 --decoder-seq-length 8", "--model-family t5 --decoder-seq-length 16",
+         "so that later steps may compute something else: --decoder-seq-length 8 -> 16"),  # samples are the same
         ("--tensor-model-parallel-size 2", "", "safe: --tensor-model-parallel-size 2 -> 1"),
     ],
 )  # fmt: skip
