@@ -270,15 +270,9 @@ class CheckpointReader(TensorReader):
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         corner = (low - first for (low, _), (first, _) in zip(part, chunk.box, strict=True))
         start = sum(map(math.prod, zip(corner, strides, strict=True)))
-        return file.read(
-            chunk.key,
-            dtype=dtype,
-            shape=shape,
-            checksums=chunk.checksums,
-            blocks=self.manifest.blocks,
-            part=slice(start, start + size),
-            buffer=buffer,
-        ).view(box_shape(part))
+        elements = slice(start, start + size)
+        values = file.read(chunk, dtype, self.manifest.blocks, part=elements, buffer=buffer)
+        return values.view(box_shape(part))
 
     def _wait_for_lanes(self) -> list[list[ReadBuffer]]:
         """Let the caller's stream wait for the streams of the lanes; return the buffers of each device."""

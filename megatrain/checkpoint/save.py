@@ -24,7 +24,7 @@ from megatrain.checkpoint.chunks import FILE_BYTES, PlannedChunk, plan_chunks, s
 from megatrain.checkpoint.errors import STORAGE_FIX, CheckpointError, DamagedError, NotFiniteStateError, agree
 from megatrain.checkpoint.find import CHECKS_AT_A_TIME, TRACKER_NAME, folder_name, is_of_megatron, leftovers
 from megatrain.checkpoint.finite import check_finite, check_finite_values
-from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, encode, tiling_problem
+from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, check_tiling, encode
 from megatrain.checkpoint.parts import MAX_RANKS_OF_WHOLE, merge_parts, tensors_of, write_part
 from megatrain.checkpoint.retention import remove_whole
 from megatrain.checkpoint.shard_file import WrittenFile, one_ahead, write_shard_file
@@ -283,14 +283,11 @@ def file_report(name: str, part: Sequence[PlannedChunk], written: WrittenFile) -
 
 
 def merge_reports(reports: Sequence[Sequence[Mapping[str, Any]]], **contents: Any) -> Manifest:
-    """Return the manifest of all ranks' files, with these other fields; assert that chunks cover every tensor."""
+    """Return the manifest of all ranks' files, with these other fields. Raises InvalidError unless chunks cover every tensor."""
     files, tensors = tensors_of([report for of_rank in reports for report in of_rank])
     kinds = {name: tensor.kinds for name, tensor in tensors.items()}
     check_kinds(kinds, contents["state"], contents["config"])
-    for name, tensor in tensors.items():
-        for kind, stored in tensor.kinds.items():
-            problem = tiling_problem(tensor.shape, [chunk.box for chunk in stored.chunks])
-            assert problem is None, f"{name}: {kind}: {problem}"
+    check_tiling(tensors)
     return Manifest(files=files, tensors=tensors, **contents)
 
 

@@ -27,8 +27,9 @@ from torch import Tensor
 from megatrain.checkpoint.block_checksums import BLOCKS, CRC32_OF_ZEROS, BlockFormat, crc32_of_bits
 from megatrain.checkpoint.checked_files import open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
-from megatrain.checkpoint.manifest import DTYPES, StoredFile
+from megatrain.checkpoint.manifest import DTYPES, Chunk, StoredFile
 from megatrain.kernels.block_checksums import partial_checksums
+from megatrain.parallel.layout import box_shape
 from megatrain.storage.untrusted_json import parse_json
 
 MAX_HEADER_BYTES = 100_000_000
@@ -101,19 +102,16 @@ class TensorFile:
 
     def read(
         self,
-        key: str,
-        *,
+        chunk: Chunk,
         dtype: str,
-        shape: tuple[int, ...],
-        checksums: str,
         blocks: BlockFormat,
+        *,
         part: slice | None = None,
         buffer: ReadBuffer | None = None,
     ) -> Tensor:
-        """Return elements of the chunk under `key`, flat; only the blocks that hold them are read and checked.
+        """Return elements of a chunk, flat; only the blocks that hold them are read and checked.
 
         Args:
-            checksums: of each block of the chunk.
             blocks: format of the blocks.
             part: range of elements in row-major order; None: the chunk.
             buffer: memory for the blocks and of the result; None or too small: it is allocated on the host.
@@ -121,7 +119,7 @@ class TensorFile:
         Raises:
             DamagedError: the chunk differs from its entry in the manifest. With a buffer on a GPU, `finish_checks` finds this.
         """
-        start, size = self._find(key, dtype, shape)
+        start, size = self._find(chunk.key, dtype, box_shape(chunk.box))
         itemsize = DTYPES[dtype].itemsize
         part = part or slice(0, size // itemsize)
         first = part.start * itemsize // blocks.num_bytes
@@ -129,9 +127,13 @@ class TensorFile:
         high = min(-(-part.stop * itemsize // blocks.num_bytes) * blocks.num_bytes, size)
         if buffer is None or len(buffer.host) < high - low:
             buffer = ReadBuffer(torch.empty(high - low, dtype=torch.uint8))
-        tensor, at, name = buffer.host[: high - low], self._data_start + start + low, f"{self.path}: {key}"
+        tensor, at, name = (
+            buffer.host[: high - low],
+            self._data_start + start + low,
+            f"{self.path}: {chunk.key}",
+        )
         if buffer.gpu is None:
-            if not self._read_and_check(bytes_of(tensor), at, blocks, first, checksums):
+            if not self._read_and_check(bytes_of(tensor), at, blocks, first, chunk.checksums):
                 raise _damaged(name)
         else:
             assert blocks == BLOCKS
@@ -142,7 +144,8 @@ class TensorFile:
             if tensor.is_cuda:
                 buffer.copied = torch.cuda.Event()
                 buffer.copied.record()
-            buffer.checks.append(begin_check_on_gpu(name, buffer.words, high - low, checksums[8 * first :]))
+            checksums = chunk.checksums[8 * first :]
+            buffer.checks.append(begin_check_on_gpu(name, buffer.words, high - low, checksums))
         offset = part.start * itemsize - low
         return tensor[offset : offset + (part.stop - part.start) * itemsize].view(DTYPES[dtype])
 

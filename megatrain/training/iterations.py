@@ -15,11 +15,11 @@ from functools import partial
 
 from megatrain.config.derive.batch_sizes import batch_sizes
 from megatrain.data.pieces import Batches
-from megatrain.parallel.packs.context import PackBatch
 from megatrain.parallel.process_groups import limit_collectives
 from megatrain.training.build import build_schedules
 from megatrain.training.debugging.replicas import check_replicas
-from megatrain.training.faults.responses import FaultResponses, Iteration, scales_of
+from megatrain.training.faults.responses import FaultResponses, scales_of
+from megatrain.training.run_log import Iteration
 from megatrain.training.training_run import TrainingRun
 
 _SECONDS_TO_REPORT = 10.0
@@ -147,13 +147,9 @@ class Iterations:
         for sentence in () if report.routers is None else report.routers.starved:
             self.ranks.console.print(f"> WARNING: iteration {iteration.number}: {sentence}")
         self.log.log_iteration(
+            iteration,
             report,
-            end=iteration.step.end,
-            iteration=iteration.number,
             consumed_samples=progress.consumed_train_samples,
-            batch=iteration.batch,
-            lr=iteration.lr,
-            work=next((one.work for one in iteration.batches if isinstance(one, PackBatch)), None),
             compute_seconds=None if self.engine.compute_times is None else self.engine.compute_times.take(),
             is_line_due=is_first or iteration.number >= self.plan.derived.train_iters,
         )

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ import torch
 
 from megatrain.config import Plan
 from megatrain.config.derive.batch_sizes import length_steps, num_pieces
-from megatrain.parallel.packs.context import StepWork
+from megatrain.parallel.batch import Batch
+from megatrain.parallel.packs.context import PackBatch
 from megatrain.training.callbacks import RunCallbacks
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.console import format_duration
@@ -43,9 +45,26 @@ from megatrain.training.logging.metrics import (
 )
 from megatrain.training.logging.metrics_file import LogError, MetricsFile, metrics_path
 from megatrain.training.logging.trackers import TrackerCurves, trackers_of
-from megatrain.training.step_report import DeviceTime, StepReport
+from megatrain.training.step_report import DeviceTime, PendingStep, StepReport
 from megatrain.training.stragglers import straggler_line
 from megatrain.training.timers import Timers, across_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """An iteration that has begun, and is logged when its report is read."""
+
+    number: int
+    first_sample: int
+    batch: int
+    """Samples of the global batch."""
+    lr: float
+    batches: Sequence[Batch]
+    step: PendingStep
+    restore_scales: Callable[[], None]
+    """Restores the scales before the iteration, to compute it again."""
+    first_results: dict[str, float] | None = None
+    """Loss and gradient norm of the first computation, with --rerun-mode report_stats."""
 
 
 class RunLog:
@@ -134,48 +153,35 @@ class RunLog:
 
     def log_iteration(
         self,
+        iteration: Iteration,
         report: StepReport,
         *,
-        end: DeviceTime,
-        iteration: int,
         consumed_samples: int,
-        batch: int,
-        lr: float,
-        work: StepWork | None = None,
-        compute_seconds: float | None = None,
+        compute_seconds: float | None,
         is_line_due: bool,
     ) -> None:
         """Log a completed iteration.
 
         Args:
-            end: when the device completed the iteration.
-            batch: samples of the iteration.
-            work: its documents, if they differ in length.
+            consumed_samples: of the run, with this iteration.
             compute_seconds: time of this rank's forward and backward passes, with --log-straggler.
             is_line_due: print a log line also between log intervals, as for the first and the last iteration.
         """
         # Device time: on a GPU the host may arrive here well after the end of the iteration.
+        end, number = iteration.step.end, iteration.number
         seconds, self._last_end = end.seconds_since(self._last_end), end
         self.seconds_of_last_iteration = seconds
         self._seconds_of_iterations += seconds
-        values = self._values_of(
-            report,
-            seconds=seconds,
-            iteration=iteration,
-            consumed_samples=consumed_samples,
-            batch=batch,
-            lr=lr,
-            work=work,
-        )
+        values = self._values_of(iteration, report, seconds=seconds, consumed_samples=consumed_samples)
         values["compute_ms"] = None if compute_seconds is None else 1000 * compute_seconds
         self._save = None
         self._interval.append(values)
         logging = self._config.logging
         self._write_metrics(values)
-        if iteration % logging.tensorboard_log_interval == 0 and self._curves:
+        if number % logging.tensorboard_log_interval == 0 and self._curves:
             scalars = iteration_scalars(values, logging, world_size=self._derived.world_size)
-            self._write_curves(scalars, iteration, consumed_samples)
-        if is_line_due or iteration % logging.log_interval == 0:
+            self._write_curves(scalars, number, consumed_samples)
+        if is_line_due or number % logging.log_interval == 0:
             self._print_interval()
         self._show_bar(values)
         self._callbacks.call("on_iteration", values)
@@ -231,18 +237,11 @@ class RunLog:
                 curves.close()
 
     def _values_of(
-        self,
-        report: StepReport,
-        *,
-        seconds: float,
-        iteration: int,
-        consumed_samples: int,
-        batch: int,
-        lr: float,
-        work: StepWork | None,
+        self, iteration: Iteration, report: StepReport, *, seconds: float, consumed_samples: int
     ) -> dict[str, Any]:
         """Return the fields of a line of `metrics.jsonl`, which docs/metrics.md describes."""
-        derived, device = self._derived, self._ranks.device
+        derived, device, batch = self._derived, self._ranks.device, iteration.batch
+        work = next((one.work for one in iteration.batches if isinstance(one, PackBatch)), None)
         fraction = batch / self._config.training.global_batch_size  # below 1 during batch size ramp-up
         flops, tokens = fraction * derived.flops_per_iteration, fraction * derived.tokens_per_iteration
         pieces = num_pieces(self._lengths, self._config, consumed_samples - batch)
@@ -254,7 +253,7 @@ class RunLog:
             tokens, flops = work.num_tokens, derived.model_spec.training_flops(**vars(work))
         tflops = flops / seconds / derived.world_size / 1e12 if self.is_on_gpu else None
         return {
-            "iteration": iteration,
+            "iteration": iteration.number,
             "consumed_samples": consumed_samples,
             "consumed_tokens": None if work else consumed_samples * self._config.data.seq_length,
             "global_batch_size": batch,
@@ -270,7 +269,7 @@ class RunLog:
             "params_norm": report.params_norm,
             "num_zeros": report.num_zeros,
             "max_attention_logit": report.max_attention_logit,
-            "learning_rate": lr,
+            "learning_rate": iteration.lr,
             "loss_scale": report.loss_scale,
             "iteration_ms": 1000 * seconds,
             "timers": self._timers.take(),
@@ -284,7 +283,7 @@ class RunLog:
             "skipped": int(not report.is_updated),
             "nan": int(math.isnan(report.lm_loss)),
             "save": self._save,
-            "resumed": int(0 < self._first_iteration == iteration - 1),
+            "resumed": int(0 < self._first_iteration == iteration.number - 1),
         }
 
     def _write_curves(self, scalars: dict[str, float], iteration: int, consumed_samples: int) -> None:

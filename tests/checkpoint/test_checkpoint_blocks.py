@@ -65,7 +65,7 @@ def opened(path: Path, values: torch.Tensor) -> tuple[TensorFile, str]:
 def test_a_range_equals_that_of_the_chunk(tmp_path: Path, values: torch.Tensor, part: slice) -> None:
     file, checksums = opened(tmp_path / "a.safetensors", values)
     with file:
-        found = file.read("key", dtype="F32", shape=(SIZE,), checksums=checksums, blocks=BLOCKS, part=part)
+        found = file.read(Chunk("", "key", ((0, SIZE),), checksums), "F32", BLOCKS, part=part)
     assert torch.equal(found, values[part])
 
 
@@ -78,7 +78,7 @@ def test_damage_is_found_in_the_block_that_is_read(tmp_path: Path, values: torch
 
     def read(start: int, stop: int) -> torch.Tensor:
         part = slice(start, stop)
-        return file.read("key", dtype="F32", shape=(SIZE,), checksums=checksums, blocks=BLOCKS, part=part)
+        return file.read(Chunk("", "key", ((0, SIZE),), checksums), "F32", BLOCKS, part=part)
 
     with file:
         assert torch.equal(read(0, 2 * NUM_IN_BLOCK), values[: 2 * NUM_IN_BLOCK])

@@ -14,7 +14,7 @@ from hostile_manifests import HostileManifest, changed, hostile_manifests, signe
 
 from megatrain.checkpoint.block_checksums import BLOCKS
 from megatrain.checkpoint.errors import DamagedError, MismatchError
-from megatrain.checkpoint.manifest import StoredFile, tiling_problem
+from megatrain.checkpoint.manifest import Chunk, StoredFile, tiling_problem
 from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.tensor_file import TensorFile
 from megatrain.config import Facts, StoredRun, parse, resolve
@@ -198,7 +198,7 @@ def test_a_hostile_header_is_damage(tmp_path: Path, header: bytes) -> None:
     path.write_bytes(content)
     stored = StoredFile(len(content), zlib.crc32(content[:-16]))
     with pytest.raises(DamagedError, match=r"shard\.safetensors: "), TensorFile(path, stored) as file:
-        file.read("k", dtype="F32", shape=(4,), checksums="00000000", blocks=BLOCKS)
+        file.read(Chunk("", "k", ((0, 4),), "00000000"), "F32", BLOCKS)
 
 
 def test_pairs_of_surrogates_are_characters() -> None:

@@ -166,8 +166,8 @@ def _text(
     modes = found["modes"]
     rows = [
         ("elements", found["element_type"]),
-        ("documents", f"{found['documents']:,}{_including(found['documents_without_sequences'], 'empty')}"),
-        ("sequences", f"{found['sequences']:,}{_including(found['empty_sequences'], 'empty')}"),
+        ("documents", f"{found['documents']:,}{_including_empty(found['documents_without_sequences'])}"),
+        ("sequences", f"{found['sequences']:,}{_including_empty(found['empty_sequences'])}"),
         ("tokens", f"{found['tokens']:,}"),
         ("bytes", f"{found['bytes']['bin']:,} in .bin, {found['bytes']['idx']:,} in .idx"),
     ]
@@ -193,8 +193,8 @@ def _text(
 _LENGTHS_ROW: Final = "  {:<13}{:>9}{:>12}{:>14}{:>12}{:>14}"
 
 
-def _including(count: int, word: str) -> str:
-    return f", including {count:,} {word}" if count else ""
+def _including_empty(count: int) -> str:
+    return f", including {count:,} empty" if count else ""
 
 
 def _id_rows(found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +25,8 @@ from megatrain.training.faults.bad_steps import (
     record_bad_step,
 )
 from megatrain.training.faults.reruns import Reruns, recompute
-from megatrain.training.step_report import PendingStep, StepReport
+from megatrain.training.run_log import Iteration
+from megatrain.training.step_report import StepReport
 from megatrain.training.training_run import TrainingRun
 
 REFERENCE_STEPS, FACTOR = 100, 10.0
@@ -35,23 +35,6 @@ _SAME_SPIKE = 0.01
 """Relative difference of two computations of a spike with the same cause: without --deterministic-mode their sums differ in order."""
 _MOST_EXPLANATIONS = 10
 """Searches for the source of values that are not finite, with --on-nan skip; each repeats a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Iteration:
-    """A pending iteration."""
-
-    number: int
-    first_sample: int
-    batch: int
-    """Samples of the global batch."""
-    lr: float
-    batches: Sequence[Batch]
-    step: PendingStep
-    restore_scales: Callable[[], None]
-    """Restores the scales before the iteration, to compute it again."""
-    first_results: dict[str, float] | None = None
-    """Loss and gradient norm of the first computation, with --rerun-mode report_stats."""
 
 
 class FaultResponses:

@@ -49,21 +49,18 @@ def teacher_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
     return found, []
 
 
-def open_teacher(
-    path: str, vocab_size: int | None, *, allows_format_torch: bool
-) -> HfCheckpoint | MegatronCheckpoint | None:
+def _opened(path: str, *, allows_format_torch: bool) -> HfCheckpoint | MegatronCheckpoint | None:
     """Open a teacher that another program wrote; return None for one of ours. Raises MegatrainError."""
     if path.startswith(HF_PREFIX):
-        return HfCheckpoint(Path(path.removeprefix(HF_PREFIX)), vocab_size)
+        return HfCheckpoint(Path(path.removeprefix(HF_PREFIX)))
     candidates = foreign_candidates((Path(path),))
     if not candidates:
         return None
-    return MegatronCheckpoint(candidates[0].path, vocab_size, allows_format_torch=allows_format_torch)
+    return MegatronCheckpoint(candidates[0].path, None, allows_format_torch=allows_format_torch)
 
 
 def _teacher(path: str, request: Request) -> TeacherFacts:
-    allows_format_torch = bool(request.known("checkpoint.allow_pickle"))
-    reader = open_teacher(path, None, allows_format_torch=allows_format_torch)
+    reader = _opened(path, allows_format_torch=bool(request.known("checkpoint.allow_pickle")))
     manifest = _own_manifest(Path(path)) if reader is None else reader.manifest
     for name, kind in (("model", ModelConfig), ("experts", ExpertsConfig)):
         stored_section(Path(path), manifest.config, name, kind)
