@@ -28,6 +28,11 @@ class StoredTokenizer:
     chat_template: str | None = None
     """Jinja template of the conversations that the model was trained on; None: it has none of its own."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the model: those of the tokenizer, and rows of padding that --vocab-size counts."""
+        return self.config.vocab_size or self.tokenizer.vocab_size
+
 
 def stored_tokenizer(path: Path, manifest: Manifest) -> StoredTokenizer:
     """Load the tokenizer of the checkpoint at `path`.

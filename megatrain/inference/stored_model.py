@@ -146,7 +146,7 @@ def load_tensors(reader: TensorReader, options: ModelOptions) -> LoadedModel:
     """
     path, manifest = reader.path, reader.manifest
     stored = stored_tokenizer(path, manifest)
-    model = build_stored_model(reader, options, vocab_size=stored.tokenizer.vocab_size)
+    model = build_stored_model(reader, options, vocab_size=stored.vocab_size)
     return LoadedModel(
         model=model,
         tokenizer=stored.tokenizer,

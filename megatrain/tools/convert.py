@@ -140,6 +140,7 @@ def megatron_to_megatrain(arguments: argparse.Namespace) -> None:
             fix="save once more there with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or start from"
             f" the weights alone: pretrain.py --load {arguments.source} with --no-load-optim or --finetune",
         )
+    reader.run_vocab_size = reader.vocab_size
     write_checkpoint(reader, target, arguments.files)
     manifest = reader.manifest
     print(f"iteration {manifest.iteration}, {manifest.consumed_train_samples} samples consumed")

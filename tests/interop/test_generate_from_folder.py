@@ -125,6 +125,7 @@ def test_a_decoder_continues_what_an_encoder_has_read(
     assert main(["convert", "megatrain-to-hf", ours, back]) == 0
     exported = type(theirs).from_pretrained(back, attn_implementation="eager").eval()
     assert exported.generation_config.decoder_start_token_id == 7
+    assert exported.config.pad_token_id == 0, "transformers shifts labels with it"
     for penalty in (1.0, 1.3):
         words = [*flags, "--repetition-penalty", str(penalty), "--prompt", *T5_PROMPTS]
         found = generated(capsys, "--load", str(folder), *words)

@@ -91,7 +91,7 @@ def tokenizer_problems(config: TokenizerConfig) -> Iterator[Problem]:
 
 def default_type(family: str, given: Collection[str]) -> str | None:
     """Return the type of a tokenizer that is given by its files alone, as to Megatron-LM's program of a family; None: a type or a file is missing."""
-    kind = DEFAULT_TOKENIZERS.get(family)
+    kind = _DEFAULT.get(family)
     return kind if kind and "tokenizer_type" not in given and _REQUIRED[kind].keys() <= set(given) else None
 
 
@@ -130,7 +130,7 @@ _REQUIRED: Final[Mapping[str, Mapping[str, str]]] = {
     "NullTokenizer": {"vocab_size": "the number of tokens"},
 }
 """Required settings by type, with descriptions."""
-DEFAULT_TOKENIZERS: Final = {
+_DEFAULT: Final = {
     "gpt": "GPT2BPETokenizer",
     "hybrid": "GPT2BPETokenizer",
     "bert": "BertWordPieceLowerCase",

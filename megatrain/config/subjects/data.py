@@ -216,10 +216,10 @@ def loss_masks_are_not_read(draft: Draft) -> Notes:
 @derives("derived.vocab_size")
 def vocab_size(draft: Draft) -> DerivedValue:
     given, found = draft.config.tokenizer.vocab_size, draft.facts.vocab_size
-    if given is None and found is None:
-        raise UnresolvedError  # The rule `vocabulary_is_known` reports it.
-    if given is None or given == found:
+    if found is not None and found >= (given or 0):
         return DerivedValue(found, "the tokenizer's")
+    if given is None:
+        raise UnresolvedError  # The rule `vocabulary_is_known` reports it.
     return DerivedValue(
         given, "--vocab-size" if found is None else f"--vocab-size: the tokenizer's {found}, and padding"
     )

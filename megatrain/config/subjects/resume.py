@@ -219,6 +219,8 @@ def _changes(draft: Draft) -> Iterator[tuple[Setting, Any, Any]]:
             continue
         now = list(now) if isinstance(now, tuple) else now
         before = stored[setting.section][setting.name]
+        if setting.path == "tokenizer.vocab_size" and before is not None and now is None:
+            now = draft.derived.vocab_size
         # Rows of padding are no tokens for this program: loading compares the rows that are left. Fewer tokens are a change.
         is_padding = (
             is_of_megatron and setting.path == "tokenizer.vocab_size" and (not before or now >= before)

@@ -83,6 +83,8 @@ class MegatronCheckpoint(TensorReader):
         self.padded_vocab_size: int = self._arguments["padded_vocab_size"]
         stored = self._arguments.get("vocab_size")
         self.vocab_size: int = vocab_size or (stored if isinstance(stored, int) else self.padded_vocab_size)
+        self.run_vocab_size = vocab_size
+        """--vocab-size of the run that continues; None: the size of its tokenizer."""
         if not 1 <= self.vocab_size <= self.padded_vocab_size:
             raise MismatchError(
                 f"{path}: --vocab-size {self.vocab_size}, and its vocabulary has {self.padded_vocab_size} rows",
@@ -188,6 +190,7 @@ class MegatronCheckpoint(TensorReader):
         has_optimizer = any(len(tensor.kinds) > 1 for tensor in tensors.values())
         config = plan.config.to_dict()
         config["tokenizer"] |= tokenizer_settings(arguments, self.vocab_size)
+        config["tokenizer"]["vocab_size"] = self.run_vocab_size or config["tokenizer"]["vocab_size"]
         config["parallel"] |= layout_of(arguments)
         state = stored_state(
             plan,

@@ -271,6 +271,7 @@ def foreign_reader(name: str, note: Callable[[str], None]) -> TensorReader | Non
     if not is_of_megatron(newest.path):
         return None
     reader = MegatronCheckpoint(newest.path)
+    reader.run_vocab_size = reader.vocab_size
     for line in padding_notes(reader.padded_vocab_size, reader.vocab_size):
         note(line)
     return reader

@@ -646,6 +646,19 @@ def test_a_start_judges_the_pair_of_values(plan_of, problems_of, before, now, na
         assert problems_of(f"{BASE} {before} --load c --finetune", facts=facts(now, is_start=True))
 
 
+def test_a_size_that_equals_the_tokenizers_is_no_change(plan_of, problems_of):
+    tokenizer = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x"
+    facts = Facts(vocab_size=120, eod_id=7)
+    plan = plan_of(f"{BASE} {tokenizer} --vocab-size 120", without="--vocab-size", facts=facts)
+    config = json.loads(json.dumps(plan.config.to_dict()))
+    run = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config)
+    facts = dataclasses.replace(facts, checkpoint=run)
+    assert problems_of(f"{BASE} {tokenizer}", without="--vocab-size", facts=facts) == []
+    facts = dataclasses.replace(facts, vocab_size=119)
+    (problem,) = problems_of(f"{BASE} {tokenizer}", without="--vocab-size", facts=facts)
+    assert "the checkpoint has 120, this run 119" in problem
+
+
 def test_more_tokens_than_rows_of_padding_are_refused(plan_of, problems_of):
     config = plan_of(f"{BASE} --vocab-size 99").config.to_dict()
     start = Facts(

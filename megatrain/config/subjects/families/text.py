@@ -197,7 +197,7 @@ def samples_hold_text(draft: Draft) -> Problems:
 
 
 @note("result")
-def documents_are_split_into_sentences(draft: Draft) -> Notes:
+def documents_are_not_split_into_sentences(draft: Draft) -> Notes:
     """Yield a note for each dataset whose documents are one sentence, longer than a sample: most of it would be left out unseen."""
     model, length = draft.config.model, draft.config.data.seq_length
     if model.model_family not in MASKED_FAMILIES or (
