@@ -90,7 +90,7 @@ PRODUCT: dict[str, tuple[str, ...]] = {
     "loss": ("means", "tokens"),
     "optimizer": ("adam", "sgd", "muon"),
 }
-"""Options of which `--full` combines these words exhaustively, besides the rows that cover every pair."""
+"""Options whose words `--full` combines exhaustively."""
 
 _RING = {"context communication": "ring"}
 _REDUCTIONS: tuple[dict[str, str], ...] = (
