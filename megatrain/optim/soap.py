@@ -36,7 +36,10 @@ FACTOR: Final = "factor"
 FACTOR_PREFIX: Final = "soap."
 """Start of the names of such tensors."""
 _DAMPING: Final = 1e-4
-"""Added to the eigenvalues in a power iteration, relative to their mean."""
+"""Added to the eigenvalues in a power iteration, relative to their mean. Smaller ones keep their order."""
+_STEPS: Final = 1024
+"""Parts of an octave in which eigenvalues are equal, and keep their order: rounding does not decide between equal ones, such as
+those of the rows of a router whose tokens all choose the same two experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +67,8 @@ class Side:
         """Move the basis by a power iteration, in place; return the new order of its vectors."""
         mean = self.covariance.diagonal().mean().clamp(min=torch.finfo(self.basis.dtype).tiny)
         product = (self.covariance / mean) @ self.basis
-        eigenvalues = (self.basis * product).sum(dim=0).clamp(min=_DAMPING)  # smaller ones keep their order
-        order = eigenvalues.argsort(descending=True, stable=True)
+        eigenvalues = (self.basis * product).sum(dim=0).clamp(min=_DAMPING)
+        order = (eigenvalues.log2() * _STEPS).round().argsort(descending=True, stable=True)
         basis, scales = torch.linalg.qr((product + _DAMPING * self.basis)[:, order])
         self.basis.copy_(torch.where(scales.diagonal() < 0, -basis, basis))
         return order

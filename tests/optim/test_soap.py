@@ -149,3 +149,14 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     optimizer.step(HYPERPARAMS, norm=norm, is_finite=norm.isfinite())
     after = [values for kind in optimizer.kinds for _, _, values in optimizer.owned(kind)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_rounding_does_not_order_equal_eigenvalues() -> None:
+    """Another order gives another basis, by as much as the damping."""
+    gradient = torch.tensor([1.0, -1.0, 0.0, 0.0]).double()
+    bases = []
+    for size in (-1e-15, 1e-15):
+        side = Side(gradient.outer(gradient) + size * gradient.diag(), torch.eye(4).double())
+        side.refresh()
+        bases.append(side.basis)
+    torch.testing.assert_close(bases[0], bases[1], rtol=0, atol=1e-10)

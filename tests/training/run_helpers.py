@@ -1,7 +1,11 @@
 """Command lines of a tiny run on a CPU, and other helpers of tests that start pretrain.py."""
 
+import subprocess
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TINY_RUN = {
@@ -17,6 +21,16 @@ def command_line(changed: dict[str, str | None]) -> list[str]:
     """Return the flags of the tiny run with changes: None removes a flag, "" gives it without a value."""
     flags = {name: value for name, value in {**TINY_RUN, **changed}.items() if value is not None}
     return [word for name, value in flags.items() for word in ([name, *value.split()] if value else [name])]
+
+
+@contextmanager
+def started(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a process that is killed at the end: a test that fails would wait for it for ever."""
+    with subprocess.Popen(words, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_for(path: Path, *, lines: int) -> None:

@@ -90,7 +90,7 @@ PRODUCT: dict[str, tuple[str, ...]] = {
     "loss": ("means", "tokens"),
     "optimizer": ("adam", "sgd", "muon"),
 }
-"""Words that `--full` combines exhaustively. Its other rows cover every pair."""
+"""Options whose words `--full` combines exhaustively."""
 
 _RING = {"context communication": "ring"}
 _REDUCTIONS: tuple[dict[str, str], ...] = (

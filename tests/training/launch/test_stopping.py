@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from everyday import one_in
 from forked_job import ForkedJob
-from run_helpers import ROOT, command_line, wait_for
+from run_helpers import ROOT, command_line, started, wait_for
 
 import pretrain
 from megatrain.training import stopping
@@ -43,7 +43,7 @@ with stop.listening():
 def test_a_second_signal_ends_a_process_that_is_blocked(tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     words, environment = [sys.executable, "-c", BLOCKED, str(lines)], os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with started(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lines, lines=1)
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)  # within moments: it counts as the same request

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from everyday import one_in
-from run_helpers import ROOT, command_line, wait_for
+from run_helpers import ROOT, command_line, started, wait_for
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.training.liveness import launcher_watch
@@ -62,7 +62,7 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path, launcher: str, is_stopped
     ready, ends = tmp_path / "ready", launcher in ("torchrun", "srun")
     program = RANK.format(ready=str(ready), seconds=60 if ends else 1.5)
     environment = os.environ | VARIABLES[launcher] | {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "localhost"}
-    with subprocess.Popen(
+    with started(
         [sys.executable, "-c", LAUNCHER, program], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
@@ -70,7 +70,6 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path, launcher: str, is_stopped
         wait_for(ready, lines=1)
         if is_stopped:
             os.kill(rank, signal.SIGSTOP)
-        process.kill()
     assert seconds_to_end([rank]) < SECONDS_TO_END
     assert ready.read_text() == "ready\n" + "continues\n" * (not ends)
 
@@ -112,11 +111,8 @@ def test_ranks_end_with_torchrun_at_any_moment(tmp_path: Path, seconds: float, l
     words = [sys.executable, "-m", "torch.distributed.run", *hosts, str(script)]
     words += command_line({"--train-iters": "100000"})
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as torchrun:
+    with started(words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
         wait_for(pids, lines=2 if layout == "one agent" else 1)
         time.sleep(seconds)
-        torchrun.kill()
     ranks = [int(line) for line in pids.read_text().split()]
     assert seconds_to_end(ranks) < SECONDS_TO_END

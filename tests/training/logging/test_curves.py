@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import ROOT, command_line, wait_for
+from run_helpers import ROOT, command_line, started, wait_for
 from test_run_log import VALUES
 
 import pretrain
@@ -108,9 +108,8 @@ def test_a_killed_run_has_its_points_up_to_the_checkpoint(tmp_path: Path) -> Non
         "--save": str(save), "--load": str(save), "--save-interval": "20", "--train-iters": "100000",
         "--tensorboard-dir": str(tmp_path / "curves"),
     }  # fmt: skip
-    with subprocess.Popen([sys.executable, "pretrain.py", *command_line(flags)], cwd=ROOT) as process:
+    with started([sys.executable, "pretrain.py", *command_line(flags)], cwd=ROOT):
         wait_for(save / "latest_checkpointed_iteration.txt", lines=1)
-        process.kill()
     time.sleep(1.1)  # TensorBoard orders event files by the second of their start, then by process
     saved = int((save / "latest_checkpointed_iteration.txt").read_text())
     assert pretrain.main(command_line({**flags, "--exit-interval": "50"})) == 75
@@ -212,9 +211,8 @@ def test_a_killed_run_continues_its_run_of_wandb(tmp_path: Path) -> None:
         "WANDB_MODE": "offline",
     }
     command = [sys.executable, "pretrain.py", *command_line(flags)]
-    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+    with started(command, cwd=ROOT, env=environment):
         wait_for(save / "latest_checkpointed_iteration.txt", lines=1)
-        process.kill()
     killed_at = len(curve.read_text().splitlines())
     assert (
         subprocess.run([*command, "--exit-interval", "60"], cwd=ROOT, env=environment, check=False).returncode
