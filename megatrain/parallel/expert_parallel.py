@@ -356,14 +356,13 @@ def _num_padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:
 def _permuted(
     x: Tensor, probs: Tensor, permutation: Permutation, deferred: Deferred | None = None
 ) -> DispatchedTokens:
+    rows = _permuted_rows(x, permutation)
     row_probs = Conjugate.apply(
         lambda probs: permute_values(probs, permutation),
         lambda drow_probs: unpermute_values(drow_probs, permutation),
         probs,
     )
-    return DispatchedTokens(
-        _permuted_rows(x, permutation), permutation.ends, row_probs, permutation, deferred
-    )
+    return DispatchedTokens(rows, permutation.ends, row_probs, permutation, deferred)
 
 
 def _permuted_rows(x: Tensor, permutation: Permutation) -> Tensor:
