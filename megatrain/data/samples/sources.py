@@ -272,8 +272,8 @@ def _description_problems(
         yield Problem(
             f"{prefix}.bin was made with another tokenizer ({description.get('tokenizer_type')}, fingerprint"
             f" {made_with[:12]}) than this run uses (fingerprint {tokenizer_fingerprint[:12]})",
-            "give the flags of the tokenizer as to preprocess_data.py (the type, its files,"
-            " --tokenizer-hf-no-include-special-tokens), or make the dataset again",
+            "give --tokenizer-type, --tokenizer-model, --vocab-file, --merge-file and --tokenizer-hf-no-include-special-tokens"
+            " as to preprocess_data.py, or make the dataset again",
         )
         return
     largest = description.get("largest_id")

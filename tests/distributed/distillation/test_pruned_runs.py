@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from canonical_weights import hash_tensors
-from run_here import train_here
-from test_distillation_runs import steps, train
+from run_here import train_here, train_rank
+from test_distillation_runs import steps
 
 from megatrain.checkpoint.parts import read_manifest
 from megatrain.data.indexed.writer import IndexedWriter
@@ -55,7 +55,7 @@ def test_it_trains_on_under_tensor_and_pipeline_parallelism_and_is_exported(
             "--save",
             f"{tmp_path}/run-{name}",
         ]
-        assert set(pool.run(size, train, given)) == {0}
+        assert set(pool.run(size, train_rank, given)) == {0}
     one, four = (steps(tmp_path / name) for name in layouts)
     assert len(one) == 3
     for first, other in zip(one, four, strict=True):
