@@ -107,7 +107,7 @@ def gather_rows(x: Tensor, index: Tensor, per_row: int = 1, ends: Tensor | None 
 
 
 def gather_sum(x: Tensor, index: Tensor, per_row: int = 1, ends: Tensor | None = None) -> Tensor:
-    """Implement `kernels.moe.permute.gather_sum_reference`, for an index divided by `per_row`; `ends`: see `gather_rows`."""
+    """Implement `kernels.moe.permute.unpermute_rows`, for an index divided by `per_row`; `ends`: see `gather_rows`."""
     x, index = x.contiguous(), index.contiguous()
     num_rows, terms = index.shape
     columns = x.shape[1]
