@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.kernels.moe import dispatch_steps, permute, routing
+from megatrain.kernels.moe import dispatch_steps, routing
 from megatrain.kernels.moe.dispatch_steps import StepRows
 from megatrain.kernels.moe.permute import Permutation, sort_by_expert, unpermute_values
 from megatrain.kernels.moe.routing import load_quantiles, within_capacity
@@ -185,7 +185,7 @@ def _expert_slices_not_reduced() -> AbstractContextManager[Any]:
 
 def _probs_of_other_tokens() -> AbstractContextManager[Any]:
     return mock.patch.object(
-        permute,
+        expert_parallel,
         "unpermute_values",
         lambda numbers, order: unpermute_values(numbers, order).roll(1, 0),
     )
