@@ -27,6 +27,7 @@ from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
 from megatrain.tools.plan.layouts import Layout, Workload
 from megatrain.tools.plan.step_time import RankWeights, rank_weights
+from megatrain.training.launch.memory_remedies import saves_activations
 from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.planning.memory_plan import device_ledger, grouped_microbatches, record_step
 from megatrain.training.planning.meta_step import meta_device_as
@@ -199,7 +200,7 @@ def _part_bytes(workload: Workload, layout: Layout, part: Part) -> float:
         return _attention_bytes(layout, part)
     if isinstance(part, MlpSpec):
         gate = 2 if part.is_gated else 1
-        kept = gate + _keeps_activations(workload)
+        kept = gate + saves_activations(workload.plan)
         return 0.0 if "mlp" in layout.modules else 2 * kept * part.ffn_hidden_size / layout.tp
     if isinstance(part, ExpertsSpec):
         return _expert_bytes(workload, layout, part)
@@ -227,15 +228,8 @@ def _expert_bytes(workload: Workload, layout: Layout, experts: ExpertsSpec) -> f
     has_codes = config.experts.moe_fp8_dispatch and config.precision.fp8_format is not None
     one = (1 if has_codes else 2) * width + 2 * gate * experts.ffn_hidden_size / layout.etp
     routed = _rows_per_token(workload, layout, experts) * one
-    kept = gate + _keeps_activations(workload)
+    kept = gate + saves_activations(workload.plan)
     return routed + 2 * workload.hidden + 2 * kept * experts.shared_ffn_hidden_size / layout.tp
-
-
-def _keeps_activations(workload: Workload) -> bool:
-    """Return whether dense MLPs save what their activations return."""
-    plan = workload.plan
-    is_own_fp8 = plan.config.precision.fp8_format is not None and plan.derived.transformer_impl == "local"
-    return not plan.config.training.recompute_mlp_act and not is_own_fp8
 
 
 def _rows_per_token(workload: Workload, layout: Layout, experts: ExpertsSpec) -> float:

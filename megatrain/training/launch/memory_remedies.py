@@ -33,10 +33,10 @@ def memory_remedies(plan: Plan, *, of_state: bool = False) -> Iterator[str]:
         yield "a smaller model (--num-layers, --hidden-size)"
 
 
-def _keeps_activations(plan: Plan) -> bool:
-    """Return whether MLPs save what their activations return, and need not."""
-    is_possible = plan.derived.transformer_impl == "local" and plan.config.precision.fp8_format is None
-    return is_possible and not plan.config.training.recompute_mlp_act
+def saves_activations(plan: Plan) -> bool:
+    """Return whether MLPs save what their activations return. FP8 layers of `local` save its input."""
+    is_own_fp8 = plan.config.precision.fp8_format is not None and plan.derived.transformer_impl == "local"
+    return not plan.config.training.recompute_mlp_act and not is_own_fp8
 
 
 def _remedies(plan: Plan, *, of_step: bool, splits: bool) -> Sequence[tuple[str, bool]]:
@@ -50,14 +50,14 @@ def _remedies(plan: Plan, *, of_step: bool, splits: bool) -> Sequence[tuple[str,
     config, parallel, training = plan.config, plan.config.parallel, plan.config.training
     tp, dp = parallel.tensor_model_parallel_size, plan.derived.data_parallel_size
     sharding, granularity = parallel.data_parallel_sharding_strategy, training.recompute_granularity
-    num_experts = config.experts.num_experts or 1
+    num_experts, is_local = config.experts.num_experts or 1, plan.derived.transformer_impl == "local"
     return (
         ("--bf16", of_step and config.precision.params_dtype == "float32"),
         ("--use-distributed-optimizer", dp > 1 and sharding == "no_shard"),
         ("--no-moe-alltoall-as-allgather", of_step and config.experts.moe_alltoall_as_allgather),
         ("--sequence-parallel", of_step and tp > 1 and not parallel.sequence_parallel),
         ("a smaller --micro-batch-size", of_step and training.micro_batch_size > 1),
-        ("--recompute-mlp-act", of_step and _keeps_activations(plan)),
+        ("--recompute-mlp-act", of_step and is_local and saves_activations(plan)),
         ("--recompute-activations", of_step and not training.recomputes_layers),
         ("--cpu-offloading-num-layers", of_step and splits and not training.offloads_activations),
         (
