@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from megatrain.config.model_spec.activation import ActivationFunction
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.fp8.quantize import Amax, amax, quantize
 from megatrain.kernels.fused import activations as fused
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.sums import ColumnSums, column_sums_reference
@@ -36,6 +37,8 @@ class Activation:
     """Constant added to `up`."""
     dx_sums: ColumnSums | None = field(default=None, compare=False)
     """The backward pass leaves the column sums of the gradient of x there."""
+    dx_amax: Amax | None = field(default=None, compare=False)
+    """The backward pass leaves the largest absolute value of the gradient of x there."""
     is_recomputed: bool = False
     """A linear layer that applies it does not save its result: the backward pass computes it again, with the gradient."""
 
@@ -45,10 +48,21 @@ class Activation:
         return self.fn.name, self.is_gated, self.clamp, self.offset
 
 
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation: [..., f], or [..., 2 f] if gated -> [..., f]."""
+def activate(x: Tensor, activation: Activation, seen: Tensor | None = None) -> Tensor:
+    """Apply the activation: [..., f], or [..., 2 f] if gated -> [..., f].
+
+    Args:
+        seen: fp32 []: becomes the larger one of itself and the largest absolute value of the result.
+    """
     if is_fused(x) and activation.fn.has_kernel:
-        return fused.activate(x, *activation.kernel_args)
+        return fused.activate(x, *activation.kernel_args, seen=seen)
+    y = _activate_reference(x, activation)
+    if seen is not None:
+        seen.copy_(torch.maximum(seen, amax(y)))
+    return y
+
+
+def _activate_reference(x: Tensor, activation: Activation) -> Tensor:
     if not activation.is_gated:
         y: Tensor = activation.fn.value(x.to(accumulation_dtype(x.dtype)))
         return y.to(x.dtype)
@@ -76,16 +90,46 @@ def activate_backward(
     """
     if is_fused(x) and activation.fn.has_kernel:
         options: dict[str, Any] = {"overwrites_x": overwrites_x, "has_sums": activation.dx_sums is not None}
-        dx, sums = fused.activate_backward(dy, x, recomputed, *activation.kernel_args, **options)
+        seen = _left_amax(activation, x)
+        dx, sums = fused.activate_backward(dy, x, recomputed, *activation.kernel_args, **options, seen=seen)
         if activation.dx_sums is not None and sums is not None:
             activation.dx_sums.parts = (sums,)
         return dx
     dx = activate_backward_reference(dy, x, activation)
     if activation.dx_sums is not None:
         activation.dx_sums.parts = (column_sums_reference(dx),)
+    if activation.dx_amax is not None:
+        activation.dx_amax.value = amax(dx)
     if recomputed is not None:
         recomputed.copy_(activate(x, activation))
     return dx
+
+
+def activate_backward_cast(
+    dy: Tensor, x: Tensor, activation: Activation, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x, which may take its memory, and the transposed FP8 codes of the activation, [f, r].
+
+    Args:
+        scale: fp32 [2], of `kernels.fp8.quantize.scale_of`.
+        dtype: FP8 format.
+    """
+    if is_fused(x) and activation.fn.has_kernel and activation.dx_sums is None:
+        seen = _left_amax(activation, x)
+        return fused.activate_backward_cast(dy, x, scale, dtype, *activation.kernel_args, seen=seen)
+    recomputed = torch.empty_like(dy)
+    dx = activate_backward(dy, x, activation, recomputed=recomputed, overwrites_x=is_fused(x))
+    codes = quantize(recomputed.flatten(0, -2), scale, dtype, rows=False).columns
+    assert codes is not None
+    return dx, codes
+
+
+def _left_amax(activation: Activation, x: Tensor) -> Tensor | None:
+    """Return zero, for the kernel that finds the largest absolute value of the gradient of x; None: nobody needs it."""
+    if activation.dx_amax is None:
+        return None
+    activation.dx_amax.value = torch.zeros((), dtype=torch.float32, device=x.device)
+    return activation.dx_amax.value
 
 
 def activate_weighted(

@@ -10,6 +10,7 @@ NaN and infinity become NaN, so that they reach the loss. Source: Micikevicius e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,22 @@ class Codes(NamedTuple):
     """[r, c] in an FP8 format."""
     columns: Tensor | None
     """Transposed, [c, r]."""
+
+
+@dataclass
+class Amax:
+    """Largest absolute value of a tensor, left by the kernel that wrote it to the layer that casts it.
+
+    A kernel that has the values in its registers saves a pass over memory.
+    """
+
+    value: Tensor | None = None
+    """fp32 []; None: it left none."""
+
+    def take(self) -> Tensor | None:
+        """Return the value once."""
+        value, self.value = self.value, None
+        return value
 
 
 def current_scale(x: Tensor, dtype: torch.dtype) -> Tensor:

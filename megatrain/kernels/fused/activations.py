@@ -1,10 +1,15 @@
-"""`kernels.activations` in one pass each way; the backward pass can recompute the activation in the same pass."""
+"""`kernels.activations` in one pass each way; the backward pass can recompute the activation in the same pass.
+
+For FP8, a pass finds the largest absolute value of what it writes, and the backward pass writes the codes of the activation
+instead of its values, transposed as the weight gradient reads them.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from megatrain.kernels.fused.fp8_scales.tensors import FORMATS, encoded, see_largest
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 
 _BLOCK = 2048
@@ -12,6 +17,8 @@ _PROGRAMS = 8192
 """Maximum programs of weighted rows: each computes several, so that rows after the last end cost nothing."""
 _SUMMING_PROGRAMS = 132 * 4
 """Programs that sum columns of a gradient: an H200's multiprocessors hold them all at once."""
+_TILE_ROWS, _TILE_COLUMNS, _TILE_WARPS = 32, 128, 8
+"""Tile of the backward pass that writes codes: 256 contiguous bytes of bf16 are read, and 32 bytes of codes written."""
 
 
 def activate(
@@ -22,6 +29,7 @@ def activate(
     offset: float,
     weights: Tensor | None = None,
     ends: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Implement `kernels.activations.activate` or `activate_weighted`, for a function given by name."""
     x = x.contiguous()
@@ -30,8 +38,9 @@ def activate(
     (num_rows, num_blocks), block = _grid(y, columns)
     launch(
         _forward, (_programs(num_rows, ends), num_blocks), x, y, y if weights is None else weights.contiguous(),
-        x if ends is None else ends, num_rows, columns, offset, clamp or 0.0,
-        **_kind(function, is_gated, clamp), IS_WEIGHTED=weights is not None, **_groups(ends), BLOCK=block,
+        x if ends is None else ends, _bits(seen, y), num_rows, columns, offset, clamp or 0.0,
+        **_kind(function, is_gated, clamp), IS_WEIGHTED=weights is not None, **_groups(ends), SEES=seen is not None,
+        BLOCK=block,
     )  # fmt: skip
     return y
 
@@ -47,6 +56,7 @@ def activate_backward(
     *,
     overwrites_x: bool = False,
     has_sums: bool = False,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Implement `kernels.activations.activate_backward`; return also, if wanted, rows whose sum is that of the gradient's columns, fp32."""
     assert recomputed is None or recomputed.is_contiguous()
@@ -57,11 +67,39 @@ def activate_backward(
     programs = min(num_rows, cdiv(_SUMMING_PROGRAMS, num_blocks)) if has_sums else num_rows
     sums = torch.empty(programs if has_sums else 0, x.shape[-1], dtype=torch.float32, device=x.device)
     launch(
-        _backward, (programs, num_blocks), dy, x, dx, dx if recomputed is None else recomputed, sums, num_rows, columns,
-        offset, clamp or 0.0, **_kind(function, is_gated, clamp), RECOMPUTES=recomputed is not None,
-        IS_IN_PLACE=overwrites_x or recomputed is not None, HAS_SUMS=has_sums, BLOCK=block, num_warps=16 if has_sums else 4,
+        _backward, (programs, num_blocks), dy, x, dx, dx if recomputed is None else recomputed, sums, _bits(seen, dx),
+        num_rows, columns, offset, clamp or 0.0, **_kind(function, is_gated, clamp), RECOMPUTES=recomputed is not None,
+        IS_IN_PLACE=overwrites_x or recomputed is not None, HAS_SUMS=has_sums, SEES=seen is not None, BLOCK=block,
+        num_warps=16 if has_sums else 4,
     )  # fmt: skip
     return dx, sums if has_sums else None
+
+
+def activate_backward_cast(
+    dy: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    function: str,
+    is_gated: bool,
+    clamp: float | None,
+    offset: float,
+    *,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Implement `kernels.activations.activate_backward_cast`; the gradient takes the memory of x."""
+    x, dy = x.contiguous(), dy.contiguous()
+    columns = dy.shape[-1]
+    rows = dy.numel() // max(columns, 1)
+    codes = torch.empty(columns, rows, dtype=dtype, device=x.device)
+    launch(
+        _backward_cast, (cdiv(rows, _TILE_ROWS), cdiv(columns, _TILE_COLUMNS)),
+        dy, x, scale, codes.view(torch.uint8), _bits(seen, x), rows, columns, offset, clamp or 0.0,
+        **_kind(function, is_gated, clamp), FORMAT=FORMATS.get(dtype), SEES=seen is not None,
+        IS_EVEN=rows % _TILE_ROWS == 0 and columns % _TILE_COLUMNS == 0,
+        ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, num_warps=_TILE_WARPS,
+    )  # fmt: skip
+    return x, codes
 
 
 def activate_weighted_backward(
@@ -85,6 +123,10 @@ def activate_weighted_backward(
         **_kind(function, is_gated, clamp), **_groups(ends), BLOCK=block,
     )  # fmt: skip
     return dx, dweights
+
+
+def _bits(seen: Tensor | None, unused: Tensor) -> Tensor:
+    return unused if seen is None else seen.view(torch.int32)
 
 
 def _grid(y: Tensor, columns: int) -> tuple[tuple[int, int], int]:
@@ -164,9 +206,9 @@ def _value_and_derivative(x, FUNCTION: tl.constexpr):
 
 
 def _forward_rows(
-    X, Y, W, ENDS, num_rows, columns, offset, clamp,
+    X, Y, W, ENDS, SEEN, num_rows, columns, offset, clamp,
     FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, IS_WEIGHTED: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, SEES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -184,7 +226,10 @@ def _forward_rows(
             y *= up + offset
         if IS_WEIGHTED:
             y *= tl.load(W + row).to(tl.float32)
-        tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
+        y = y.to(Y.dtype.element_ty)
+        tl.store(Y + row * columns + column, y, mask=inside)
+        if SEES:
+            see_largest(SEEN, tl.where(inside, y.to(tl.float32), 0.0))
 
 
 _forward = jit(_forward_rows, ("num_rows",))
@@ -211,9 +256,9 @@ def _gradients(
 
 
 def _backward_rows(
-    DY, X, DX, Y, SUMS, num_rows, columns, offset, clamp,
+    DY, X, DX, Y, SUMS, SEEN, num_rows, columns, offset, clamp,
     FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, RECOMPUTES: tl.constexpr,
-    IS_IN_PLACE: tl.constexpr, HAS_SUMS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_IN_PLACE: tl.constexpr, HAS_SUMS: tl.constexpr, SEES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -230,6 +275,8 @@ def _backward_rows(
         tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
         if IS_GATED:
             tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
+        if SEES:
+            _see_gradients(SEEN, dx.to(DX.dtype.element_ty), dup.to(DX.dtype.element_ty), inside)
         if RECOMPUTES:
             tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
         if HAS_SUMS:
@@ -243,6 +290,43 @@ def _backward_rows(
 
 
 _backward = jit(_backward_rows, ("num_rows",))
+
+
+@jit
+def _see_gradients(SEEN, dx, dup, inside):
+    """Note the largest absolute value of both gradients, rounded as they are stored; without a gate they are the same."""
+    dx, dup = dx.to(tl.float32), dup.to(tl.float32)
+    bits = tl.maximum(dx.to(tl.int32, bitcast=True) & 0x7FFFFFFF, dup.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    see_largest(SEEN, tl.where(inside, bits, 0).to(tl.float32, bitcast=True))
+
+
+@jit
+def _backward_cast(
+    DY, X, SCALE, CODES, SEEN, r, c, offset, clamp,
+    FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, FORMAT: tl.constexpr,
+    SEES: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = (row < r - first_row)[:, None] & (column < c - first_column)[None, :]
+    mask = None if IS_EVEN else inside  # wider loads and stores than with a mask
+    width = c * (2 if IS_GATED else 1)
+    X += tl.cast(first_row, tl.int64) * width + first_column + row[:, None] * width + column[None, :]
+    DY += tl.cast(first_row, tl.int64) * c + first_column + row[:, None] * c + column[None, :]
+    x = tl.load(X, mask=mask).to(tl.float32)
+    dy = tl.load(DY, mask=mask).to(tl.float32)
+    up = tl.load(X + c, mask=mask).to(tl.float32) if IS_GATED else x
+    tl.debug_barrier()  # another thread may overwrite what this one reads
+    dx, dup, y = _gradients(dy, x, up, offset, clamp, FUNCTION, IS_GATED, HAS_CLAMP)
+    dx, dup = dx.to(X.dtype.element_ty), dup.to(X.dtype.element_ty)
+    tl.store(X, dx, mask=mask)
+    if IS_GATED:
+        tl.store(X + c, dup, mask=mask)
+    if SEES:
+        _see_gradients(SEEN, dx, dup, inside)
+    codes = encoded(y.to(X.dtype.element_ty).to(tl.float32), tl.load(SCALE + 1), FORMAT)
+    CODES += tl.cast(first_column, tl.int64) * r + first_row + column[:, None] * r + row[None, :]
+    tl.store(CODES, tl.trans(codes), mask=None if IS_EVEN else tl.trans(inside))
 
 
 def _weighted_backward_rows(

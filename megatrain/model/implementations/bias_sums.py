@@ -1,9 +1,9 @@
-"""Gradients of biases from the kernels that write the gradients of linear layers' outputs.
+"""Gradients of biases from the kernels that write the gradients of linear layers' outputs, and scales of these in FP8.
 
     qkv ─ core attention        fc1 ─ activation        projection, fc2 ─ dropout
 
 The backward pass of the right side has the gradients in registers, sums their columns and leaves the sums for the bias on the left,
-whose layer saves a pass over memory.
+whose layer saves a pass over memory. So does the largest absolute value, which the activation leaves for the cast of fc1's gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from megatrain.kernels.fp8.quantize import Amax
 from megatrain.kernels.sums import ColumnSums
 from megatrain.model.families.cross_attention import CrossAttention
 from megatrain.model.families.masked_attention import MaskedAttention
@@ -51,6 +52,9 @@ def _of_activation(first: object, last: object) -> None:
     if hasattr(first, "bias") and last.activation is not None:
         first.dy_sums = ColumnSums()
         last.activation = replace(last.activation, dx_sums=first.dy_sums)
+    if first.fp8 is not None and first.fp8.gradient.needs_amax and last.activation is not None:
+        first.fp8.dy_amax = Amax()
+        last.activation = replace(last.activation, dx_amax=first.fp8.dy_amax)
 
 
 def _of_attention(linears: Sequence[object], core: nn.Module) -> None:

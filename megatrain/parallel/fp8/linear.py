@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.activations import Activation, activate, activate_backward
+from megatrain.kernels.activations import Activation, activate, activate_backward, activate_backward_cast
 from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.quantize import transposed
 from megatrain.kernels.fused.launching import is_fused
@@ -123,7 +123,7 @@ class _Fp8ColumnLinear(Function):
                 x, scale = _operand(cast.rows if ctx.is_split else cast.columns)
         full_x, gather = _begin_gather_of(x, tp) if ctx.is_split else (x, Transfer())
         cast = fp8.gradient.cast(
-            dy.flatten(0, -2), fp8.gradient.scale(dy), ctx.info, columns=fp8.has_fp8_wgrad
+            dy.flatten(0, -2), fp8.gradient_scale(dy), ctx.info, columns=fp8.has_fp8_wgrad
         )
         w_columns = fp8.weight_columns(weight, w_scale, ctx.info)
         dx = fp8.gemm(_operand(cast.rows), w_columns, dy.dtype, fast=False)
@@ -157,8 +157,10 @@ class _Fp8RowLinear(Function):
         tp: TensorParallel,
         info: PassInfo,
     ) -> Tensor:
-        y = x if activation is None else activate(x, activation)
-        scale = fp8.input.scale(y)
+        is_seen = activation is not None and fp8.input.needs_amax
+        seen = torch.zeros((), dtype=torch.float32, device=x.device) if is_seen else None
+        y = x if activation is None else activate(x, activation, seen)
+        scale = fp8.input.scale(y, seen)
         cast = fp8.input.cast(y.flatten(0, -2), scale, info, columns=False)
         w = fp8.cast_weight(weight, info)
         ctx.save_for_backward(x, scale, weight, w.scale)
@@ -179,7 +181,7 @@ class _Fp8RowLinear(Function):
             dy, is_split = all_gather(dy, tp.group), False
         cast = fp8.gradient.cast(
             dy.flatten(0, -2),
-            fp8.gradient.scale(dy),
+            fp8.gradient_scale(dy),
             ctx.info,
             columns=fp8.has_fp8_wgrad and not is_split,
         )
@@ -188,15 +190,20 @@ class _Fp8RowLinear(Function):
         w_columns = fp8.weight_columns(weight, w_scale, ctx.info)
         dx = fp8.gemm(rows, w_columns, dy.dtype, fast=False)
         dx = dx.view(-1, *dy.shape[1:-1], weight.shape[1])
-        y, is_last = x, is_fused(x)
-        if activation is not None:
-            # Fused, y takes the memory of dx, and dx the memory of x, which no other operation reads.
+        y, y_columns, is_last = x, None, is_fused(x)
+        # Fused, y takes the memory of dx, and dx the memory of x, which no other operation reads.
+        if activation is not None and fp8.has_fp8_wgrad and scale is not None:
+            dtype = w_columns.codes.dtype  # inputs have the format of weights
+            dx, codes = activate_backward_cast(dx, x.detach(), activation, scale, dtype)
+            y_columns = Operand(codes, scale)
+        elif activation is not None:
             y = dx if is_last else torch.empty_like(dx)
             dx = activate_backward(dx, x.detach(), activation, recomputed=y, overwrites_x=is_last)
         if fp8.has_fp8_wgrad:
             columns = cast.columns or rows._replace(codes=transposed(rows.codes))
-            y_cast = fp8.input.cast(y.flatten(0, -2), scale, ctx.info, rows=False)
-            _accumulate(ctx, columns, _operand(y_cast.columns))
+            if y_columns is None:
+                y_columns = _operand(fp8.input.cast(y.flatten(0, -2), scale, ctx.info, rows=False).columns)
+            _accumulate(ctx, columns, y_columns)
         else:
             _accumulate_unquantized(ctx, dy, y)
         return dx, *[None] * 7

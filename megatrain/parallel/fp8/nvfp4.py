@@ -10,7 +10,7 @@ The scale of a tensor belongs to all ranks that hold a part of it. Random number
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -43,8 +43,9 @@ class Nvfp4Scaling:
     seed: int
     cp: ContextParallel
     layout: ParamLayout
+    needs_amax: ClassVar[bool] = False
 
-    def scale(self, x: Tensor) -> None:  # noqa: ARG002 (see `Scaling`)
+    def scale(self, x: Tensor, largest: Tensor | None = None) -> None:  # noqa: ARG002 (see `Scaling`)
         return
 
     def cast(

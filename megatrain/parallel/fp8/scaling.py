@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import ClassVar, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,15 @@ from megatrain.kernels.fp8.blocks import (
 )
 from megatrain.kernels.fp8.gemms import Operand, accumulate_gemm, gemm
 from megatrain.kernels.fp8.nvfp4 import BLOCK as NVFP4_BLOCK
-from megatrain.kernels.fp8.quantize import Codes, amax, current_scale, quantize, scale_of_one, transposed
+from megatrain.kernels.fp8.quantize import (
+    Amax,
+    Codes,
+    amax,
+    current_scale,
+    quantize,
+    scale_of_one,
+    transposed,
+)
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.context_parallel import ContextParallel
@@ -47,8 +55,15 @@ _EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 class Scaling(Protocol):
     """Rule for the scales of one tensor of a linear layer."""
 
-    def scale(self, x: Tensor) -> Tensor | None:
-        """Return the scale of a tensor from this rank's part of it, fp32 [2]; None: the cast computes scales of blocks."""
+    needs_amax: ClassVar[bool]
+    """True if scales always follow from the tensor's largest absolute value."""
+
+    def scale(self, x: Tensor, largest: Tensor | None = None) -> Tensor | None:
+        """Return the scale of a tensor from this rank's part of it, fp32 [2]; None: the cast computes scales of blocks.
+
+        Args:
+            largest: fp32 []: largest absolute value of `x`, if known.
+        """
         ...
 
     def cast(
@@ -68,11 +83,12 @@ class CurrentScaling:
 
     dtype: torch.dtype
     group: RankGroup
+    needs_amax: ClassVar[bool] = True
 
-    def scale(self, x: Tensor) -> Tensor:
-        if self.group.size == 1:
-            return current_scale(x, self.dtype)
-        return scale_of_one(all_reduce(amax(x), self.group, "max"), self.dtype)
+    def scale(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
+        if self.group.size > 1:
+            largest = all_reduce(amax(x) if largest is None else largest, self.group, "max")
+        return current_scale(x, self.dtype) if largest is None else scale_of_one(largest, self.dtype)
 
     def cast(
         self,
@@ -98,15 +114,16 @@ class DelayedScaling:
     """Number of the tensor in the history."""
     notes_casts: bool = True
     """Casts add to the history; else `note` does."""
+    needs_amax: ClassVar[bool] = False
 
     def note(self, amax: Tensor) -> None:
         """Add a largest absolute value, fp32 [], to the values of this step."""
         seen = self.history.seen(self.number)
         seen.copy_(torch.maximum(seen, amax))
 
-    def scale(self, x: Tensor) -> Tensor:
+    def scale(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         known = self.history.scale(self.number)
-        return self.current.scale(x) if known is None else known
+        return self.current.scale(x, largest) if known is None else known
 
     def cast(
         self, x: Tensor, scale: Tensor | None, info: PassInfo, *, rows: bool = True, columns: bool = True
@@ -135,8 +152,9 @@ class BlockScaling:
     dtype: torch.dtype
     block: int
     is_square: bool
+    needs_amax: ClassVar[bool] = False
 
-    def scale(self, x: Tensor) -> None:  # noqa: ARG002 (see `Scaling`)
+    def scale(self, x: Tensor, largest: Tensor | None = None) -> None:  # noqa: ARG002 (see `Scaling`)
         return
 
     def cast(
@@ -171,12 +189,18 @@ class Fp8Linear:
     keeps_weight: bool = True
     block: int | None = None
     has_square_blocks: bool = True
+    dy_amax: Amax | None = None
+    """Of the gradient of its output; None: nothing leaves it."""
     _kept: Cast | None = None
 
     @property
     def gathers_codes(self) -> bool:
         """True if ranks gather codes, not values: row codes of a tensor with one scale give its transposed codes."""
         return self.block is None
+
+    def gradient_scale(self, dy: Tensor) -> Tensor | None:
+        """Return the scale of the gradient of its output; see `Scaling.scale`."""
+        return self.gradient.scale(dy, None if self.dy_amax is None else self.dy_amax.take())
 
     def cast_weight(self, weight: Tensor, info: PassInfo) -> Operand:
         """Return the cast for a forward pass. The first micro-batch casts again: the weight has changed since."""

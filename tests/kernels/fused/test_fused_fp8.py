@@ -5,7 +5,9 @@ import torch
 from fused_helpers import DEVICE, DTYPES, drawn
 from kernel_reference import reference
 
+from megatrain.kernels.activations import SILU, Activation
 from megatrain.kernels.fp8 import quantize as references
+from megatrain.kernels.fused import activations
 from megatrain.kernels.fused.fp8_scales import tensors as fused
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
@@ -58,3 +60,33 @@ def test_the_largest_value_seen() -> None:
     for factor, largest in ((2.0, 2.0), (1.0, 2.0), (3.0, 3.0)):
         fused.quantize(x * factor, scale, FORMATS[0], True, True, seen[1])
         assert seen.tolist() == pytest.approx([0, largest * x.abs().max().item(), 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_activations_cast_in_the_pass_that_computes_them(
+    dtype: torch.dtype, is_gated: bool, size: tuple[int, int]
+) -> None:
+    rows, columns = size
+    function = Activation(
+        fn=SILU, is_gated=is_gated, clamp=2.0 if is_gated else None, offset=0.5 * is_gated
+    ).kernel_args
+    x, dy = drawn(rows, columns * (1 + is_gated), dtype=dtype), drawn(rows, columns, dtype=dtype)
+    for value in (1.0, float("nan")):
+        x[rows // 2, columns // 2] = value
+        seen = torch.zeros(3, device=DEVICE)
+        y = activations.activate(x, *function, seen=seen[0])
+        assert torch.equal(y.nan_to_num(), activations.activate(x, *function).nan_to_num())
+        recomputed, scale = torch.empty_like(dy), fused.current_scale(dy, FORMATS[0])
+        dx, _ = activations.activate_backward(dy, x, recomputed, *function, seen=seen[1])
+        _, codes = fused.quantize(recomputed, scale, FORMATS[0], False, True, None)
+        in_place = x.clone()
+        found, found_codes = activations.activate_backward_cast(
+            dy, in_place, scale, FORMATS[0], *function, seen=seen[2]
+        )
+        assert found.data_ptr() == in_place.data_ptr()
+        assert torch.equal(found.nan_to_num(), dx.nan_to_num())
+        assert torch.equal(found_codes.view(torch.uint8), codes.view(torch.uint8))
+        expected = torch.stack([part.abs().amax().float() for part in (y, dx, dx)])
+        assert torch.equal(seen.nan_to_num(-1), expected.nan_to_num(-1))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatrain.kernels.fused.fp8_scales.tensors import FORMATS
 from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
 _WARPS = 8
 _SCALES_MULTIPLE = 4
-_FORMATS = {} if tl is None else {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 CodesAndScales = tuple[Tensor, Tensor]
 
 
@@ -58,7 +58,7 @@ def _cast(
     transposed, transposed_scale = columns or any_outputs
     launch(
         _cast_tile, (cdiv(r, block), cdiv(c, block)), x, codes.view(torch.uint8), scale, transposed.view(torch.uint8),
-        transposed_scale, r, c, scale.shape[1], transposed_scale.shape[1], torch.finfo(dtype).max, FORMAT=_FORMATS.get(dtype),
+        transposed_scale, r, c, scale.shape[1], transposed_scale.shape[1], torch.finfo(dtype).max, FORMAT=FORMATS.get(dtype),
         WRITES_ROWS=rows is not None, WRITES_COLUMNS=columns is not None, IS_SQUARE=is_square, BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
     return rows, columns

@@ -16,7 +16,7 @@ _PROGRAMS = 132 * 8
 """Number of programs that saturates an H200's memory bandwidth."""
 _PROGRAMS_BLOCK = 2048
 """Power of two that is not less."""
-_FORMATS = {} if tl is None else {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+FORMATS = {} if tl is None else {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _ROWS, _COLUMNS, _WARPS = 32, 128, 4
 """Tile of the cast: 256 contiguous bytes of bf16 are read, 128 and 32 written. Chosen by scripts/benchmarks/fp8.py."""
 
@@ -75,7 +75,7 @@ def quantize(
         (any_codes if codes is None else codes).view(torch.uint8),
         (any_codes if transposed is None else transposed).view(torch.uint8),
         scale if seen is None else seen.view(torch.int32), r, c,
-        FORMAT=_FORMATS.get(dtype), WRITES_ROWS=rows, WRITES_COLUMNS=columns, SEES=seen is not None,
+        FORMAT=FORMATS.get(dtype), WRITES_ROWS=rows, WRITES_COLUMNS=columns, SEES=seen is not None,
         IS_EVEN=r % _ROWS == 0 and c % _COLUMNS == 0, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
     return codes, transposed
@@ -116,6 +116,22 @@ def _scale(BITS, SCALE, size, largest, BLOCK: tl.constexpr):
 
 
 @jit
+def see_largest(SEEN, x):
+    """Note the largest absolute value of fp32 values. A stale value of SEEN only costs an atomic operation that changes nothing."""
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    if bits > tl.load(SEEN, cache_modifier=".cg"):
+        tl.atomic_max(SEEN, bits)
+
+
+@jit
+def encoded(x, scale, FORMAT: tl.constexpr):
+    """Return the codes of fp32 values; infinity becomes NaN."""
+    scaled = x * scale
+    # The GPU's conversion replaces infinity by the largest number; adding 0 * infinity makes it NaN before.
+    return tl.fma(scaled, 0.0, scaled).to(FORMAT).to(tl.uint8, bitcast=True)
+
+
+@jit
 def _cast(
     X, SCALE, CODES, TRANSPOSED, SEEN, r, c, WRITES_ROWS: tl.constexpr, WRITES_COLUMNS: tl.constexpr,
     SEES: tl.constexpr, FORMAT: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -130,13 +146,8 @@ def _cast(
     else:
         x = tl.load(X + start + place, mask=inside, other=0).to(tl.float32)
     if SEES:
-        bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
-        # A stale value of SEEN only costs an atomic operation that changes nothing.
-        if bits > tl.load(SEEN, cache_modifier=".cg"):
-            tl.atomic_max(SEEN, bits)
-    scaled = x * tl.load(SCALE + 1)
-    # The GPU's conversion replaces infinity by the largest number; adding 0 * infinity makes it NaN before.
-    codes = tl.fma(scaled, 0.0, scaled).to(FORMAT).to(tl.uint8, bitcast=True)
+        see_largest(SEEN, x)
+    codes = encoded(x, tl.load(SCALE + 1), FORMAT)
     if WRITES_ROWS:
         if IS_EVEN:
             tl.store(CODES + start + place, codes)
