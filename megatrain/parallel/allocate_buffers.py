@@ -58,18 +58,22 @@ def allocate_buffers(
             gradients.add(bucket.size, own, is_kept_full=is_kept or keep_full_gradients)
         elif has_gradients:
             gradients.add(0, slice(0), is_kept_full=True)
-        _make_views(bucket, weights.full[number], gradients.full[number] if has_own else None)
+        _make_views(bucket, number, weights, gradients if has_own else None)
         weights.free(number)
         if has_gradients:
             gradients.free(number)
     return FlatBuffers(registry, buckets, shards, buckets_of, weights, gradients)
 
 
-def _make_views(bucket: Bucket, weights: torch.Tensor, gradients: torch.Tensor | None) -> None:
+def _make_views(bucket: Bucket, number: int, weights: BucketMemory, gradients: BucketMemory | None) -> None:
     """Make parameters views of the weights, and their modules' `weight_grads` views of the gradients."""
     for param in bucket.params:
         module, name, shape = param.entry.module, param.entry.attribute, param.entry.layout.shape
-        view = weights[param.start : param.stop].view(shape)
+        view = weights.full[number][param.start : param.stop].view(shape)
         module.register_parameter(name, nn.Parameter(view, requires_grad=gradients is not None))
         if gradients is not None:
-            module.weight_grads[name] = gradients[param.start : param.stop].view(shape)
+            module.weight_grads[name] = gradients.full[number][param.start : param.stop].view(shape)
+    if gradients is not None:
+        places = ((param.entry, slice(param.start, param.stop)) for param in bucket.params)
+        writes = [(entry.module.first_writes.get(entry.attribute), part) for entry, part in places]
+        gradients.let_overwrite(number, [(first, part) for first, part in writes if first is not None])

@@ -39,7 +39,7 @@ from megatrain.parallel.collectives import (
     begin_reduce_scatter_into,
 )
 from megatrain.parallel.grid import FamilyGroups, RankGrid, RankGroup
-from megatrain.parallel.layout import ParamRegistry
+from megatrain.parallel.layout import FirstWrite, ParamRegistry
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
 
@@ -57,6 +57,8 @@ class BucketMemory:
         shards: this rank's shards of them.
         is_kept_full: for each bucket, whether it is never freed.
         is_allocated: for each bucket, whether the full tensor has memory.
+        overwritten: for each bucket of gradients, the views that layers may overwrite.
+        added: for each bucket of gradients, the rest of it, which needs zeros.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -66,6 +68,8 @@ class BucketMemory:
         self.shards: list[Tensor] = []
         self.is_kept_full: list[bool] = []
         self.is_allocated: list[bool] = []
+        self.overwritten: list[list[tuple[FirstWrite, Tensor]]] = []
+        self.added: list[list[Tensor]] = []
 
     def add(self, size: int, shard: slice, *, is_kept_full: bool) -> None:
         """Add a bucket, zeroed and allocated. Call `free` once its views exist."""
@@ -74,6 +78,19 @@ class BucketMemory:
         self.shards.append(full[shard] if is_kept_full else full.new_zeros(full[shard].shape))
         self.is_kept_full.append(is_kept_full)
         self.is_allocated.append(True)
+        self.overwritten.append([])
+        self.added.append([full])
+
+    def let_overwrite(self, number: int, parts: Sequence[tuple[FirstWrite, slice]]) -> None:
+        """Let layers overwrite parts of a bucket, given in their order."""
+        full, end = self.full[number], 0
+        self.overwritten[number], self.added[number] = [], []
+        for first, part in parts:
+            first.is_of_microbatch = not self.is_kept_full[number]
+            self.overwritten[number].append((first, full[part]))
+            self.added[number].append(full[end : part.start])
+            end = part.stop
+        self.added[number].append(full[end:])
 
     def allocate(self, number: int) -> None:
         """Allocate the full bucket, uninitialised, unless it has memory."""
@@ -101,6 +118,8 @@ class BucketMemory:
         """Set all kept memory to zero."""
         if self.full:
             torch._foreach_zero_(self.kept)
+        for first, _ in itertools.chain.from_iterable(self.overwritten):
+            first.is_due = True
 
 
 @dataclass(frozen=True)
@@ -315,7 +334,9 @@ class GradientReduction:
             self._advance(number)  # the previous micro-batch
         if not self.memory.is_allocated[number]:
             self.memory.allocate(number)
-            self.memory.full[number].zero_()
+            torch._foreach_zero_(self.memory.added[number])
+            for first, _ in self.memory.overwritten[number]:
+                first.is_due = True
 
     def mark_ready(self, number: int, *, is_last: bool) -> None:
         """Reduce a bucket to which all gradients of a micro-batch have been added.
@@ -324,6 +345,9 @@ class GradientReduction:
             is_last: the micro-batch is the last one of the step.
         """
         if not self.memory.is_kept_full[number]:
+            for first, view in self.memory.overwritten[number]:
+                if first.is_due:  # no contribution came
+                    view.zero_()
             self._begin(number, is_last=is_last)
             if not self.overlap:
                 self._finish_in_flight()

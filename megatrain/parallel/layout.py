@@ -179,6 +179,27 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     yield from flat_boxes(shape, last_whole * row_size, stop)
 
 
+@dataclass
+class FirstWrite:
+    """State of a weight's gradient, for a layer whose GEMM may overwrite it instead of adding to it.
+
+    A GEMM that overwrites neither reads the memory nor needs zeros there.
+    """
+
+    is_due: bool = True
+    """Nothing was added to the gradient."""
+    is_of_microbatch: bool = False
+    """The memory is new, and undefined, in each micro-batch; else it has zeros before the first one of a step."""
+
+    def take(self, microbatch: int) -> bool:
+        """Return True if the contribution of this micro-batch, which follows, is the first one.
+
+        A CUDA graph changes no state of the host: what a step keeps is overwritten in micro-batch 0 alone.
+        """
+        is_due, self.is_due = self.is_due, False
+        return is_due and (self.is_of_microbatch or microbatch == 0)
+
+
 class ShardedModule(nn.Module):
     """A module that declares the layouts of its parameters, and accumulates their gradients in place.
 
@@ -193,6 +214,8 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.layouts: dict[str, ParamLayout] = {}
         self.weight_grads: dict[str, Tensor] = {}
+        self.first_writes: dict[str, FirstWrite] = {}
+        """Of weights whose gradients may be overwritten."""
 
     def add_weight(self, name: str, layout: ParamLayout, dtype: torch.dtype) -> None:
         """Declare a parameter."""

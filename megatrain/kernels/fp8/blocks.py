@@ -132,10 +132,11 @@ def accumulate_block_gemm(
     """Compute total += a b^T, both in row blocks, in the dtype of `total`: fp32 or fp64.
 
     Args:
-        is_zero: `total` is known to be zero, and may be overwritten.
+        is_zero: `total` is zero or undefined, and is overwritten.
     """
     if not a.codes.is_cuda or total.dtype is torch.float64:
-        total += _decoded(a, total.dtype, block) @ _decoded(b, total.dtype, block).t()
+        product = _decoded(a, total.dtype, block) @ _decoded(b, total.dtype, block).t()
+        total.copy_(product if is_zero else total + product)
         return
     assert block == BLOCK, f"cuBLAS multiplies blocks of {BLOCK}, not of {block}"
     if is_zero:

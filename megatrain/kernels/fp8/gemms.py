@@ -62,7 +62,7 @@ def accumulate_gemm(total: Tensor, a: Operand, b: Operand, *, is_zero: bool = Fa
     """Compute total += a b^T, in the dtype of `total`: fp32 or fp64. On GPUs the GEMM itself adds.
 
     Args:
-        is_zero: `total` is known to be zero, and may be overwritten.
+        is_zero: `total` is zero or undefined, and is overwritten.
     """
     if total.is_cuda and total.dtype is torch.float32:
         accumulate(total, a.codes, b.codes, (a.scale[0], b.scale[0]), beta=0.0 if is_zero else 1.0)

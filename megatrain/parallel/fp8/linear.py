@@ -233,11 +233,8 @@ def _begin_gather_of(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
 
 
 def _accumulate(ctx: Any, dy: Operand, x: Operand) -> None:
-    fp8, grad = ctx.fp8, ctx.weight_grad
-    is_zero = (
-        ctx.info.microbatch == 0
-    )  # gradients are zeroed at the end of a step, and the first micro-batch comes first
-    ctx.info.compute_weight_gradient(lambda: fp8.accumulate(grad, dy, x, is_zero=is_zero))
+    fp8, grad, microbatch = ctx.fp8, ctx.weight_grad, ctx.info.microbatch
+    ctx.info.compute_weight_gradient(lambda: fp8.accumulate(grad, dy, x, microbatch))
 
 
 def _accumulate_unquantized(ctx: Any, dy: Tensor, x: Tensor) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, Protocol
 
 import torch
@@ -46,7 +46,7 @@ from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.fp8.nvfp4 import Nvfp4Scaling
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import ParamLayout
+from megatrain.parallel.layout import FirstWrite, ParamLayout
 
 _EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 """Number of an expert in a name: all experts of a layer have one recipe."""
@@ -191,6 +191,8 @@ class Fp8Linear:
     has_square_blocks: bool = True
     dy_amax: Amax | None = None
     """Of the gradient of its output; None: nothing leaves it."""
+    first_write: FirstWrite = field(default_factory=FirstWrite)
+    """Of the gradient of its weight."""
     _kept: Cast | None = None
 
     @property
@@ -230,8 +232,9 @@ class Fp8Linear:
             return row_block_gemm_reference(x, weight, dtype, bias, self.block)
         return block_gemm(x, weight, dtype, bias, self.block)
 
-    def accumulate(self, total: Tensor, dy: Operand, x: Operand, *, is_zero: bool) -> None:
-        """Compute total += dy x^T; see `accumulate_gemm`."""
+    def accumulate(self, total: Tensor, dy: Operand, x: Operand, microbatch: int) -> None:
+        """Compute total += dy x^T in this micro-batch; see `accumulate_gemm`."""
+        is_zero = self.first_write.take(microbatch)
         if self.block is None:
             accumulate_gemm(total, dy, x, is_zero=is_zero)
         else:

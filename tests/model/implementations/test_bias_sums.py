@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatrain.kernels.fp8.quantize import Amax
 from megatrain.kernels.sums import ColumnSums
 from megatrain.model import gpt
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
@@ -32,3 +33,28 @@ def test_sums_that_are_left_change_no_gradient(model: str, monkeypatch: pytest.M
     monkeypatch.setattr(ColumnSums, "take", take)
     torch.testing.assert_close(gradients(), expected, rtol=1e-12, atol=1e-14)
     assert used >= 3 * 2, "the projection, fc1 and fc2 of two layers and more"
+
+
+@pytest.mark.parametrize("words", ["fp8tensorwise", "tp1 llama fp8tensorwise"])
+def test_the_largest_value_that_an_activation_leaves_is_that_of_the_gradient(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, used = Layout.of(words), 0
+
+    def gradients() -> torch.Tensor:
+        engine = engine_of(tiny_plan(layout, 1), 0)
+        engine.accumulate_gradients(list(local_batches(0, layout, 0)), first_sample=8)
+        return torch.cat(engine.buffers.gradients.full)
+
+    def take(self: Amax) -> torch.Tensor | None:
+        nonlocal used
+        value, self.value = self.value, None
+        used += value is not None
+        return value
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpt, "leave_sums_to_biases", lambda _: None)
+        expected = gradients()
+    monkeypatch.setattr(Amax, "take", take)
+    assert torch.equal(gradients(), expected)
+    assert used >= 2 * 2, "fc1 of each layer and micro-batch"
