@@ -125,7 +125,7 @@ def activate_backward_cast(
 
 
 def _left_amax(activation: Activation, x: Tensor) -> Tensor | None:
-    """Return zero, for the kernel that finds the largest absolute value of the gradient of x; None: nobody needs it."""
+    """Return zero, for the kernel that finds the largest absolute value of the gradient of x; None: no layer needs it."""
     if activation.dx_amax is None:
         return None
     activation.dx_amax.value = torch.zeros((), dtype=torch.float32, device=x.device)

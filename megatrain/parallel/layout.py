@@ -215,7 +215,7 @@ class ShardedModule(nn.Module):
         self.layouts: dict[str, ParamLayout] = {}
         self.weight_grads: dict[str, Tensor] = {}
         self.first_writes: dict[str, FirstWrite] = {}
-        """Of weights whose gradients may be overwritten."""
+        """Weights whose gradients may be overwritten."""
 
     def add_weight(self, name: str, layout: ParamLayout, dtype: torch.dtype) -> None:
         """Declare a parameter."""

@@ -190,9 +190,9 @@ class Fp8Linear:
     block: int | None = None
     has_square_blocks: bool = True
     dy_amax: Amax | None = None
-    """Of the gradient of its output; None: nothing leaves it."""
+    """Largest value of the gradient of its output; None: nothing leaves it."""
     first_write: FirstWrite = field(default_factory=FirstWrite)
-    """Of the gradient of its weight."""
+    """State of the gradient of its weight."""
     _kept: Cast | None = None
 
     @property
