@@ -6,11 +6,34 @@ accumulates into the fp32 buffer, at the speed of a plain one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from megatrain.kernels.fused import matrix_vector as fused
 from megatrain.kernels.fused.launching import is_fused
+
+
+@dataclass
+class FirstWrite:
+    """State of a weight's gradient, for a layer whose GEMM may overwrite it instead of adding to it.
+
+    A GEMM that overwrites neither reads the memory nor needs zeros there.
+    """
+
+    is_due: bool = True
+    """Nothing was added to the gradient."""
+    is_of_microbatch: bool = False
+    """The memory is new, and undefined, in each micro-batch; else it has zeros before the first one of a step."""
+
+    def take(self, microbatch: int) -> bool:
+        """Return True if the contribution of this micro-batch, which follows, is the first one.
+
+        A CUDA graph changes no state of the host: what a step keeps is overwritten in micro-batch 0 alone.
+        """
+        is_due, self.is_due = self.is_due, False
+        return is_due and (self.is_of_microbatch or microbatch == 0)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

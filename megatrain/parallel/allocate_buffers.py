@@ -8,11 +8,12 @@ Parameters have no memory before this.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
+from megatrain.kernels.linear import FirstWrite
 from megatrain.parallel.buckets import Bucket, cut_buckets, local_shard
 from megatrain.parallel.data_parallel import BucketMemory, FlatBuffers
 from megatrain.parallel.grid import RankGrid
@@ -76,4 +77,16 @@ def _make_views(bucket: Bucket, number: int, weights: BucketMemory, gradients: B
     if gradients is not None:
         places = ((param.entry, slice(param.start, param.stop)) for param in bucket.params)
         writes = [(entry.module.first_writes.get(entry.attribute), part) for entry, part in places]
-        gradients.let_overwrite(number, [(first, part) for first, part in writes if first is not None])
+        let_overwrite(gradients, number, [(first, part) for first, part in writes if first is not None])
+
+
+def let_overwrite(memory: BucketMemory, number: int, parts: Sequence[tuple[FirstWrite, slice]]) -> None:
+    """Let layers overwrite parts of a bucket of gradients, given in their order."""
+    full, end = memory.full[number], 0
+    memory.overwritten[number], memory.added[number] = [], []
+    for first, part in parts:
+        first.is_of_microbatch = not memory.is_kept_full[number]
+        memory.overwritten[number].append((first, full[part]))
+        memory.added[number].append(full[end : part.start])
+        end = part.stop
+    memory.added[number].append(full[end:])

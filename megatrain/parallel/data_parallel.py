@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatrain.kernels.linear import FirstWrite
 from megatrain.parallel.buckets import Bucket, Shard
 from megatrain.parallel.collectives import (
     Transfer,
@@ -39,7 +40,7 @@ from megatrain.parallel.collectives import (
     begin_reduce_scatter_into,
 )
 from megatrain.parallel.grid import FamilyGroups, RankGrid, RankGroup
-from megatrain.parallel.layout import FirstWrite, ParamRegistry
+from megatrain.parallel.layout import ParamRegistry
 from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
 
@@ -80,17 +81,6 @@ class BucketMemory:
         self.is_allocated.append(True)
         self.overwritten.append([])
         self.added.append([full])
-
-    def let_overwrite(self, number: int, parts: Sequence[tuple[FirstWrite, slice]]) -> None:
-        """Let layers overwrite parts of a bucket, given in their order."""
-        full, end = self.full[number], 0
-        self.overwritten[number], self.added[number] = [], []
-        for first, part in parts:
-            first.is_of_microbatch = not self.is_kept_full[number]
-            self.overwritten[number].append((first, full[part]))
-            self.added[number].append(full[end : part.start])
-            end = part.stop
-        self.added[number].append(full[end:])
 
     def allocate(self, number: int) -> None:
         """Allocate the full bucket, uninitialised, unless it has memory."""

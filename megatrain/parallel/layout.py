@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megatrain.config.derive.lr_schedule import ParamKind
 from megatrain.config.errors import ConfigError
+from megatrain.kernels.linear import FirstWrite
 from megatrain.parallel.rank_lists import Family
 
 Box = tuple[tuple[int, int], ...]
@@ -177,27 +178,6 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     if first_whole < last_whole:
         yield ((first_whole, last_whole), *((0, size) for size in shape[1:]))
     yield from flat_boxes(shape, last_whole * row_size, stop)
-
-
-@dataclass
-class FirstWrite:
-    """State of a weight's gradient, for a layer whose GEMM may overwrite it instead of adding to it.
-
-    A GEMM that overwrites neither reads the memory nor needs zeros there.
-    """
-
-    is_due: bool = True
-    """Nothing was added to the gradient."""
-    is_of_microbatch: bool = False
-    """The memory is new, and undefined, in each micro-batch; else it has zeros before the first one of a step."""
-
-    def take(self, microbatch: int) -> bool:
-        """Return True if the contribution of this micro-batch, which follows, is the first one.
-
-        A CUDA graph changes no state of the host: what a step keeps is overwritten in micro-batch 0 alone.
-        """
-        is_due, self.is_due = self.is_due, False
-        return is_due and (self.is_of_microbatch or microbatch == 0)
 
 
 class ShardedModule(nn.Module):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatrain.kernels.linear import FirstWrite
+from megatrain.parallel.allocate_buffers import let_overwrite
 from megatrain.parallel.data_parallel import BucketMemory, GradientReduction
-from megatrain.parallel.layout import FirstWrite
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 
@@ -15,7 +16,7 @@ def test_memory_of_a_micro_batch_has_zeros_where_no_gradient_came(monkeypatch: p
     writes = [FirstWrite(), FirstWrite()]
     memory = BucketMemory(torch.float64, torch.device("cpu"))
     memory.add(40, slice(0, 20), is_kept_full=False)
-    memory.let_overwrite(0, [(writes[0], slice(4, 12)), (writes[1], slice(16, 36))])
+    let_overwrite(memory, 0, [(writes[0], slice(4, 12)), (writes[1], slice(16, 36))])
     memory.free(0)
     reduction = GradientReduction(memory, [], overlap=True, dtype=torch.float64)
     monkeypatch.setattr(reduction, "_begin", lambda _number, is_last: None)
@@ -45,7 +46,7 @@ def test_memory_of_a_step_is_overwritten_in_its_first_micro_batch() -> None:
     write = FirstWrite()
     memory = BucketMemory(torch.float64, torch.device("cpu"))
     memory.add(8, slice(0, 4), is_kept_full=True)
-    memory.let_overwrite(0, [(write, slice(0, 8))])
+    let_overwrite(memory, 0, [(write, slice(0, 8))])
     assert [write.take(number) for number in (0, 0, 1)] == [True, False, False]
     memory.zero()
     assert not write.take(1), "graphs ran micro-batch 0"

@@ -40,13 +40,14 @@ from megatrain.kernels.fp8.quantize import (
     scale_of_one,
     transposed,
 )
+from megatrain.kernels.linear import FirstWrite
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.fp8.amax_history import AmaxHistory
 from megatrain.parallel.fp8.nvfp4 import Nvfp4Scaling
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import FirstWrite, ParamLayout
+from megatrain.parallel.layout import ParamLayout
 
 _EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 """Number of an expert in a name: all experts of a layer have one recipe."""
