@@ -90,7 +90,7 @@ def activate_backward(
     """
     if is_fused(x) and activation.fn.has_kernel:
         options: dict[str, Any] = {"overwrites_x": overwrites_x, "has_sums": activation.dx_sums is not None}
-        seen = _left_amax(activation, x)
+        seen = _amax_to_find(activation, x)
         dx, sums = fused.activate_backward(dy, x, recomputed, *activation.kernel_args, **options, seen=seen)
         if activation.dx_sums is not None and sums is not None:
             activation.dx_sums.parts = (sums,)
@@ -108,23 +108,23 @@ def activate_backward(
 def activate_backward_cast(
     dy: Tensor, x: Tensor, activation: Activation, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, which may take its memory, and the transposed FP8 codes of the activation, [f, r].
+    """Return the gradient of x and the transposed FP8 codes of the activation, [f, r]; may overwrite x and dy.
 
     Args:
         scale: fp32 [2], of `kernels.fp8.quantize.scale_of`.
         dtype: FP8 format.
     """
     if is_fused(x) and activation.fn.has_kernel and activation.dx_sums is None:
-        seen = _left_amax(activation, x)
+        seen = _amax_to_find(activation, x)
         return fused.activate_backward_cast(dy, x, scale, dtype, *activation.kernel_args, seen=seen)
-    recomputed = torch.empty_like(dy)
+    recomputed = dy if is_fused(x) else torch.empty_like(dy)
     dx = activate_backward(dy, x, activation, recomputed=recomputed, overwrites_x=is_fused(x))
     codes = quantize(recomputed.flatten(0, -2), scale, dtype, rows=False).columns
     assert codes is not None
     return dx, codes
 
 
-def _left_amax(activation: Activation, x: Tensor) -> Tensor | None:
+def _amax_to_find(activation: Activation, x: Tensor) -> Tensor | None:
     """Return zero, for the kernel that finds the largest absolute value of the gradient of x; None: no layer needs it."""
     if activation.dx_amax is None:
         return None

@@ -24,16 +24,15 @@ class FirstWrite:
 
     is_due: bool = True
     """Nothing was added to the gradient."""
-    is_of_microbatch: bool = False
-    """The memory is new, and undefined, in each micro-batch; else it has zeros before the first one of a step."""
 
-    def take(self, microbatch: int) -> bool:
-        """Return True if the contribution of this micro-batch, which follows, is the first one.
+    def take(self) -> bool:
+        """Return True if the contribution that follows is the first one.
 
-        A CUDA graph changes no state of the host: what a step keeps is overwritten in micro-batch 0 alone.
+        Replayed CUDA graphs do as they did when they were recorded, and change no state of the host: a step has graphs for all
+        its micro-batches or for none.
         """
         is_due, self.is_due = self.is_due, False
-        return is_due and (self.is_of_microbatch or microbatch == 0)
+        return is_due
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

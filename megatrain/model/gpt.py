@@ -42,7 +42,7 @@ from megatrain.model.families.parallel_layer import ParallelLayer
 from megatrain.model.families.relative_positions import RelativePositions
 from megatrain.model.families.vision import freeze, tower_of, vision_segments
 from megatrain.model.head import Head
-from megatrain.model.implementations.bias_sums import leave_sums_to_biases
+from megatrain.model.implementations.bias_sums import leave_sums_and_amaxes
 from megatrain.model.implementations.fake_quantized import fake_quantized_builder
 from megatrain.model.implementations.local import LocalColumnLinear, LocalNorm, LocalRowLinear
 from megatrain.model.implementations.local_builder import LocalBuilder
@@ -464,7 +464,7 @@ def _embedding_in(segments: Sequence[nn.Module]) -> Embedding | None:
 def _layer(context: LayerContext) -> TransformerLayer:
     layer = context.model.all_layers[context.number]
     branches = [build_part(part, context) for part in layer.parts]
-    leave_sums_to_biases(branches)
+    leave_sums_and_amaxes(branches)
     if context.model.stack_of(context.number).memory is not None:
         return LayerWithMemory(branches, context.tp)
     if layer.is_parallel:

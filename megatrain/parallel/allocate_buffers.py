@@ -8,13 +8,12 @@ Parameters have no memory before this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
-from megatrain.kernels.linear import FirstWrite
-from megatrain.parallel.buckets import Bucket, cut_buckets, local_shard
+from megatrain.parallel.buckets import Bucket, FirstWrites, cut_buckets, local_shard
 from megatrain.parallel.data_parallel import BucketMemory, FlatBuffers
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import ParamRegistry
@@ -56,37 +55,28 @@ def allocate_buffers(
         weights.add(bucket.size, own, is_kept_full=is_kept or keep_full_weights)
         has_own = has_gradients and bucket.is_trained
         if has_own:
-            gradients.add(bucket.size, own, is_kept_full=is_kept or keep_full_gradients)
+            is_kept = is_kept or keep_full_gradients
+            gradients.add(bucket.size, own, is_kept_full=is_kept, overwritten=_first_writes(bucket))
         elif has_gradients:
             gradients.add(0, slice(0), is_kept_full=True)
-        _make_views(bucket, number, weights, gradients if has_own else None)
+        _make_views(bucket, weights.full[number], gradients.full[number] if has_own else None)
         weights.free(number)
         if has_gradients:
             gradients.free(number)
     return FlatBuffers(registry, buckets, shards, buckets_of, weights, gradients)
 
 
-def _make_views(bucket: Bucket, number: int, weights: BucketMemory, gradients: BucketMemory | None) -> None:
+def _make_views(bucket: Bucket, weights: torch.Tensor, gradients: torch.Tensor | None) -> None:
     """Make parameters views of the weights, and their modules' `weight_grads` views of the gradients."""
     for param in bucket.params:
         module, name, shape = param.entry.module, param.entry.attribute, param.entry.layout.shape
-        view = weights.full[number][param.start : param.stop].view(shape)
+        view = weights[param.start : param.stop].view(shape)
         module.register_parameter(name, nn.Parameter(view, requires_grad=gradients is not None))
         if gradients is not None:
-            module.weight_grads[name] = gradients.full[number][param.start : param.stop].view(shape)
-    if gradients is not None:
-        places = ((param.entry, slice(param.start, param.stop)) for param in bucket.params)
-        writes = [(entry.module.first_writes.get(entry.attribute), part) for entry, part in places]
-        let_overwrite(gradients, number, [(first, part) for first, part in writes if first is not None])
+            module.weight_grads[name] = gradients[param.start : param.stop].view(shape)
 
 
-def let_overwrite(memory: BucketMemory, number: int, parts: Sequence[tuple[FirstWrite, slice]]) -> None:
-    """Let layers overwrite parts of a bucket of gradients, given in their order."""
-    full, end = memory.full[number], 0
-    memory.overwritten[number], memory.added[number] = [], []
-    for first, part in parts:
-        first.is_of_microbatch = not memory.is_kept_full[number]
-        memory.overwritten[number].append((first, full[part]))
-        memory.added[number].append(full[end : part.start])
-        end = part.stop
-    memory.added[number].append(full[end:])
+def _first_writes(bucket: Bucket) -> FirstWrites:
+    places = ((param.entry, slice(param.start, param.stop)) for param in bucket.params)
+    writes = [(entry.module.first_writes.get(entry.attribute), part) for entry, part in places]
+    return [(first, part) for first, part in writes if first is not None]

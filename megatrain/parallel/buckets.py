@@ -12,13 +12,16 @@ experts have one too, since they are sharded over other ranks than its dense lay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatrain.kernels.linear import FirstWrite
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import BoxRange, ParamEntry, ParamRegistry, Piece
 from megatrain.parallel.rank_lists import Family
 
+FirstWrites = Sequence[tuple[FirstWrite, slice]]
+"""Parts of a bucket of gradients that layers may overwrite, in their order."""
 _ALIGNMENT = 64
 """Elements; every parameter and every shard starts at a multiple, so that kernels can use their widest loads."""
 
@@ -133,3 +136,9 @@ def _grouped(registry: ParamRegistry) -> list[list[ParamEntry]]:
 
 def _aligned(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def parts_between(parts: Sequence[slice], size: int) -> list[slice]:
+    """Return the parts of a bucket of `size` elements that are in none of these, which are in their order."""
+    stops, starts = [0, *(part.stop for part in parts)], [*(part.start for part in parts), size]
+    return [slice(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]

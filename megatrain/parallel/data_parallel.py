@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatrain.kernels.linear import FirstWrite
-from megatrain.parallel.buckets import Bucket, Shard
+from megatrain.parallel.buckets import Bucket, FirstWrites, Shard, parts_between
 from megatrain.parallel.collectives import (
     Transfer,
     all_reduce,
@@ -58,8 +58,7 @@ class BucketMemory:
         shards: this rank's shards of them.
         is_kept_full: for each bucket, whether it is never freed.
         is_allocated: for each bucket, whether the full tensor has memory.
-        overwritten: for each bucket of gradients, the views that layers may overwrite.
-        added: for each bucket of gradients, the rest of it, which needs zeros.
+        overwritten, added: for each bucket of gradients, the views that layers may overwrite, and the rest, which needs zeros.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -72,15 +71,15 @@ class BucketMemory:
         self.overwritten: list[list[tuple[FirstWrite, Tensor]]] = []
         self.added: list[list[Tensor]] = []
 
-    def add(self, size: int, shard: slice, *, is_kept_full: bool) -> None:
-        """Add a bucket, zeroed and allocated. Call `free` once its views exist."""
+    def add(self, size: int, shard: slice, *, is_kept_full: bool, overwritten: FirstWrites = ()) -> None:
+        """Add a bucket, zeroed and allocated, whose parts `overwritten` layers may overwrite. Call `free` once its views exist."""
         full = torch.zeros(size, dtype=self.dtype, device=self.device)
         self.full.append(full)
         self.shards.append(full[shard] if is_kept_full else full.new_zeros(full[shard].shape))
         self.is_kept_full.append(is_kept_full)
         self.is_allocated.append(True)
-        self.overwritten.append([])
-        self.added.append([full])
+        self.overwritten.append([(first, full[part]) for first, part in overwritten])
+        self.added.append([full[part] for part in parts_between([part for _, part in overwritten], size)])
 
     def allocate(self, number: int) -> None:
         """Allocate the full bucket, uninitialised, unless it has memory."""
@@ -89,11 +88,14 @@ class BucketMemory:
             full.untyped_storage().resize_(full.numel() * full.element_size())
             self.is_allocated[number] = True
 
-    def free(self, number: int) -> None:
-        """Free the full bucket unless it is kept.
+    def complete(self, number: int) -> None:
+        """Zero the parts that no layer wrote."""
+        for first, gradient in self.overwritten[number]:
+            if first.take():
+                gradient.zero_()
 
-        Wait first for collectives that read or write it: the next user of the memory follows on this stream.
-        """
+    def free(self, number: int) -> None:
+        """Free the full bucket unless it is kept, after collectives that use it: the memory's next user follows on this stream."""
         if not self.is_kept_full[number]:
             self.full[number].untyped_storage().resize_(0)
             self.is_allocated[number] = False
@@ -335,9 +337,7 @@ class GradientReduction:
             is_last: the micro-batch is the last one of the step.
         """
         if not self.memory.is_kept_full[number]:
-            for first, view in self.memory.overwritten[number]:
-                if first.is_due:  # no contribution came
-                    view.zero_()
+            self.memory.complete(number)
             self._begin(number, is_last=is_last)
             if not self.overlap:
                 self._finish_in_flight()

@@ -109,6 +109,7 @@ def test_a_shared_expert_on_its_own_stream_changes_no_bit(flags: str) -> None:
         "--params-dtype float32 --cuda-graph-warmup-steps 1",
         "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --eval-interval 7",
         "--bf16 --fp8-format hybrid --fp8-recipe delayed --seq-length 64 --eval-interval 7",
+        "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --seq-length 64 --swiglu --disable-bias-linear",
         f"--bf16 --fp8-format hybrid --fp8-recipe tensorwise --seq-length 64 {SOME_EXPERTS}",
         f"--bf16 {SOME_EXPERTS} --moe-input-jitter-eps 0.1 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3",
         f"--bf16 {SOME_EXPERTS} --moe-router-force-load-balancing --mtp-num-layers 1 --global-batch-size 12",

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatrain.kernels.linear import FirstWrite
-from megatrain.parallel.allocate_buffers import let_overwrite
 from megatrain.parallel.data_parallel import BucketMemory, GradientReduction
 from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
@@ -15,8 +14,8 @@ from megatrain.tools.parity.rows import Layout
 def test_memory_of_a_micro_batch_has_zeros_where_no_gradient_came(monkeypatch: pytest.MonkeyPatch) -> None:
     writes = [FirstWrite(), FirstWrite()]
     memory = BucketMemory(torch.float64, torch.device("cpu"))
-    memory.add(40, slice(0, 20), is_kept_full=False)
-    let_overwrite(memory, 0, [(writes[0], slice(4, 12)), (writes[1], slice(16, 36))])
+    parts = [(writes[0], slice(4, 12)), (writes[1], slice(16, 36))]
+    memory.add(40, slice(0, 20), is_kept_full=False, overwritten=parts)
     memory.free(0)
     reduction = GradientReduction(memory, [], overlap=True, dtype=torch.float64)
     monkeypatch.setattr(reduction, "_begin", lambda _number, is_last: None)
@@ -33,7 +32,7 @@ def test_memory_of_a_micro_batch_has_zeros_where_no_gradient_came(monkeypatch: p
         assert is_undefined[4:12].all()
         assert is_undefined[16:36].all()
         assert is_undefined.sum() == 8 + 20, "the rest is added to"
-        assert [writes[0].take(microbatch) for _ in range(2)] == [True, False]
+        assert [writes[0].take() for _ in range(2)] == [True, False]
         memory.full[0][4:12] = 3
         reduction.mark_ready(0, is_last=microbatch == 1)
         expected = torch.zeros(40, dtype=torch.float64)
@@ -42,16 +41,13 @@ def test_memory_of_a_micro_batch_has_zeros_where_no_gradient_came(monkeypatch: p
         memory.free(0)
 
 
-def test_memory_of_a_step_is_overwritten_in_its_first_micro_batch() -> None:
+def test_memory_of_a_step_is_overwritten_once() -> None:
     write = FirstWrite()
     memory = BucketMemory(torch.float64, torch.device("cpu"))
-    memory.add(8, slice(0, 4), is_kept_full=True)
-    let_overwrite(memory, 0, [(write, slice(0, 8))])
-    assert [write.take(number) for number in (0, 0, 1)] == [True, False, False]
+    memory.add(8, slice(0, 4), is_kept_full=True, overwritten=[(write, slice(0, 8))])
+    assert [write.take() for _ in range(3)] == [True, False, False]
     memory.zero()
-    assert not write.take(1), "graphs ran micro-batch 0"
-    memory.zero()
-    assert write.take(0)
+    assert write.take()
 
 
 @pytest.mark.parametrize("words", ["fp8tensorwise mtp2 mtprepeated", "fp8blockwise mtp2 mtprepeated"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatrain.kernels.fp8 import blocks, rows
 from megatrain.kernels.fp8.gemms import Operand
 from megatrain.kernels.fp8.rows import RowCast
+from megatrain.kernels.linear import FirstWrite
 from megatrain.parallel import expert_parallel
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.data_parallel import WeightAllGather
@@ -98,6 +99,10 @@ def _sent_in_values() -> AbstractContextManager[Any]:
     return mock.patch.object(row_dispatch, "_rounded", torch.clone)
 
 
+def _each_gradient_overwritten() -> AbstractContextManager[Any]:
+    return mock.patch.object(FirstWrite, "take", lambda _: True)
+
+
 FP8_FAULTS: dict[str, tuple[Patch, str]] = {
     "FP8 scale from the largest value of a rank's part": (_scales_of_a_part, "tp2 sp fp8tensorwise"),
     "FP8 history of a replica's own values": (_history_of_a_replica, "dp2 fp8delayed"),
@@ -106,6 +111,7 @@ FP8_FAULTS: dict[str, tuple[Patch, str]] = {
         _scales_of_a_part_of_a_row,
         "tp2 sp mixtral etp2 fp8tensorwise",
     ),
+    "FP8 gradients of the last micro-batch alone": (_each_gradient_overwritten, "dp2 fp8tensorwise"),
     "FP8 scales of other blocks of tokens": (_scales_of_other_tokens, "tp2 sp fp8blockwise"),
     "FP8 gather of weights with scales of a rank's shard": (
         _gather_with_scales_of_a_shard,

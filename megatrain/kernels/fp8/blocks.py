@@ -136,7 +136,7 @@ def accumulate_block_gemm(
     """
     if not a.codes.is_cuda or total.dtype is torch.float64:
         product = _decoded(a, total.dtype, block) @ _decoded(b, total.dtype, block).t()
-        total.copy_(product if is_zero else total + product)
+        total.copy_(product) if is_zero else total.add_(product)
         return
     assert block == BLOCK, f"cuBLAS multiplies blocks of {BLOCK}, not of {block}"
     if is_zero:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatrain.kernels.fused.fp8_scales.tensors import FORMATS, encoded, see_largest
+from megatrain.kernels.fused.fp8_scales.tensors import FORMATS, encoded, magnitude_bits, see_largest
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 
 _BLOCK = 2048
@@ -229,7 +229,7 @@ def _forward_rows(
         y = y.to(Y.dtype.element_ty)
         tl.store(Y + row * columns + column, y, mask=inside)
         if SEES:
-            see_largest(SEEN, tl.where(inside, y.to(tl.float32), 0.0))
+            see_largest(SEEN, tl.where(inside, magnitude_bits(y), 0))
 
 
 _forward = jit(_forward_rows, ("num_rows",))
@@ -295,9 +295,7 @@ _backward = jit(_backward_rows, ("num_rows",))
 @jit
 def _see_gradients(SEEN, dx, dup, inside):
     """Note the largest absolute value of both gradients, rounded as they are stored; without a gate they are the same."""
-    dx, dup = dx.to(tl.float32), dup.to(tl.float32)
-    bits = tl.maximum(dx.to(tl.int32, bitcast=True) & 0x7FFFFFFF, dup.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    see_largest(SEEN, tl.where(inside, bits, 0).to(tl.float32, bitcast=True))
+    see_largest(SEEN, tl.where(inside, tl.maximum(magnitude_bits(dx), magnitude_bits(dup)), 0))
 
 
 @jit

@@ -23,7 +23,7 @@ from megatrain.model.layer import Attention, BranchOutput, Mlp
 from megatrain.model.recompute import RecomputedModule
 
 
-def leave_sums_to_biases(branches: Sequence[nn.Module]) -> None:
+def leave_sums_and_amaxes(branches: Sequence[nn.Module]) -> None:
     """Connect the modules of each branch."""
     for branch in branches:
         if isinstance(branch, Mlp):

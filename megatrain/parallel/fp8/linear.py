@@ -190,15 +190,15 @@ class _Fp8RowLinear(Function):
         w_columns = fp8.weight_columns(weight, w_scale, ctx.info)
         dx = fp8.gemm(rows, w_columns, dy.dtype, fast=False)
         dx = dx.view(-1, *dy.shape[1:-1], weight.shape[1])
-        y, y_columns, is_last = x, None, is_fused(x)
+        y, y_columns, overwrites = x, None, is_fused(x)
         # Fused, y takes the memory of dx, and dx the memory of x, which no other operation reads.
         if activation is not None and fp8.has_fp8_wgrad and scale is not None:
             dtype = w_columns.codes.dtype  # inputs have the format of weights
             dx, codes = activate_backward_cast(dx, x.detach(), activation, scale, dtype)
             y_columns = Operand(codes, scale)
         elif activation is not None:
-            y = dx if is_last else torch.empty_like(dx)
-            dx = activate_backward(dx, x.detach(), activation, recomputed=y, overwrites_x=is_last)
+            y = dx if overwrites else torch.empty_like(dx)
+            dx = activate_backward(dx, x.detach(), activation, recomputed=y, overwrites_x=overwrites)
         if fp8.has_fp8_wgrad:
             columns = cast.columns or rows._replace(codes=transposed(rows.codes))
             if y_columns is None:
@@ -233,8 +233,8 @@ def _begin_gather_of(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
 
 
 def _accumulate(ctx: Any, dy: Operand, x: Operand) -> None:
-    fp8, grad, microbatch = ctx.fp8, ctx.weight_grad, ctx.info.microbatch
-    ctx.info.compute_weight_gradient(lambda: fp8.accumulate(grad, dy, x, microbatch))
+    fp8, grad = ctx.fp8, ctx.weight_grad
+    ctx.info.compute_weight_gradient(lambda: fp8.accumulate(grad, dy, x))
 
 
 def _accumulate_unquantized(ctx: Any, dy: Tensor, x: Tensor) -> None:

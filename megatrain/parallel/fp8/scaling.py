@@ -63,7 +63,7 @@ class Scaling(Protocol):
         """Return the scale of a tensor from this rank's part of it, fp32 [2]; None: the cast computes scales of blocks.
 
         Args:
-            largest: fp32 []: largest absolute value of `x`, if known.
+            largest: fp32 []: largest absolute value of `x`, if known; overwritten by that of all ranks.
         """
         ...
 
@@ -233,9 +233,9 @@ class Fp8Linear:
             return row_block_gemm_reference(x, weight, dtype, bias, self.block)
         return block_gemm(x, weight, dtype, bias, self.block)
 
-    def accumulate(self, total: Tensor, dy: Operand, x: Operand, microbatch: int) -> None:
-        """Compute total += dy x^T in this micro-batch; see `accumulate_gemm`."""
-        is_zero = self.first_write.take(microbatch)
+    def accumulate(self, total: Tensor, dy: Operand, x: Operand) -> None:
+        """Compute total += dy x^T; see `accumulate_gemm`."""
+        is_zero = self.first_write.take()
         if self.block is None:
             accumulate_gemm(total, dy, x, is_zero=is_zero)
         else:

@@ -62,6 +62,7 @@ _ROWS: Final = (
 )
 _ROWS_OF_FP8: Final = (
     "tp2 sp fp8tensorwise",
+    "dp2 pp2 zero2 zbh1 fp8tensorwise",
     "dp2 fp8delayed",
     "tp2 sp dp2 pp2 zero1 overlap fp8tensorwise gpt2",
     "tp2 sp cp2 pp2 fp8delayed tied",

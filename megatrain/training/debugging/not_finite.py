@@ -196,6 +196,8 @@ class _SecondRun(SegmentHooks):
             is_kept = memory.is_kept_full[number]
             if segment != buffers.buckets[number].completed_by or (is_kept and not is_last):
                 continue
+            if not is_kept:
+                memory.complete(number)
             for param in buffers.buckets[number].params:
                 gradient = param.entry.module.weight_grads[param.entry.attribute]
                 for name, count in _bad_pieces(param.entry, gradient):

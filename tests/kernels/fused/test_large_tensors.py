@@ -51,6 +51,18 @@ def test_activation() -> None:
         near(dy[part], activations.activate(of_x, activation))
 
 
+def test_activation_in_fp8() -> None:
+    activation = Activation(fn=activations.SILU, is_gated=True)
+    x, dy = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS // 2)
+    scale = torch.tensor([1 / 16, 16.0], device="cuda")
+    given = [(x[part].double(), dy[part].double()) for part in PARTS]
+    dx, codes = activations.activate_backward_cast(dy, x, activation, scale, torch.float8_e4m3fn)
+    for part, (of_x, of_dy) in zip(PARTS, given, strict=True):
+        near(dx[part], activations.activate_backward(of_dy, of_x, activation))
+        expected = activations.activate(of_x, activation)
+        torch.testing.assert_close(codes[:, part].t().double() / 16, expected, rtol=2**-3, atol=2**-10)
+
+
 def test_norm() -> None:
     x, dy = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS)
     weight = drawn(COLUMNS)

@@ -28,7 +28,7 @@ def test_sums_that_are_left_change_no_gradient(model: str, monkeypatch: pytest.M
         return parts
 
     with monkeypatch.context() as patched:
-        patched.setattr(gpt, "leave_sums_to_biases", lambda _: None)
+        patched.setattr(gpt, "leave_sums_and_amaxes", lambda _: None)
         expected = gradients()
     monkeypatch.setattr(ColumnSums, "take", take)
     torch.testing.assert_close(gradients(), expected, rtol=1e-12, atol=1e-14)
@@ -53,7 +53,7 @@ def test_the_largest_value_that_an_activation_leaves_is_that_of_the_gradient(
         return value
 
     with monkeypatch.context() as patched:
-        patched.setattr(gpt, "leave_sums_to_biases", lambda _: None)
+        patched.setattr(gpt, "leave_sums_and_amaxes", lambda _: None)
         expected = gradients()
     monkeypatch.setattr(Amax, "take", take)
     assert torch.equal(gradients(), expected)

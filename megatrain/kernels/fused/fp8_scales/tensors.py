@@ -99,8 +99,7 @@ def _amax(X, BITS, size, num_programs, BLOCK: tl.constexpr):
     largest = tl.zeros((BLOCK,), dtype=tl.int32)
     for block in range(program, tl.cdiv(size, BLOCK), num_programs):
         place = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(X + place, mask=place < size, other=0).to(tl.float32)
-        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        largest = tl.maximum(largest, magnitude_bits(tl.load(X + place, mask=place < size, other=0)))
     tl.store(BITS + program, tl.max(largest, axis=0))
 
 
@@ -116,9 +115,15 @@ def _scale(BITS, SCALE, size, largest, BLOCK: tl.constexpr):
 
 
 @jit
-def see_largest(SEEN, x):
-    """Note the largest absolute value of fp32 values. A stale value of SEEN only costs an atomic operation that changes nothing."""
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+def magnitude_bits(x):
+    """Return the bits of absolute values, which have their order as integers."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def see_largest(SEEN, bits):
+    """Note the largest of absolute values. A stale value of SEEN only costs an atomic operation that changes nothing."""
+    bits = tl.max(bits)
     if bits > tl.load(SEEN, cache_modifier=".cg"):
         tl.atomic_max(SEEN, bits)
 
@@ -146,7 +151,7 @@ def _cast(
     else:
         x = tl.load(X + start + place, mask=inside, other=0).to(tl.float32)
     if SEES:
-        see_largest(SEEN, x)
+        see_largest(SEEN, magnitude_bits(x))
     codes = encoded(x, tl.load(SCALE + 1), FORMAT)
     if WRITES_ROWS:
         if IS_EVEN:
