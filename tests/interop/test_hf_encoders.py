@@ -94,6 +94,23 @@ def test_second_names_of_tensors_are_read(
     assert HfCheckpoint(copy).manifest.tensors == HfCheckpoint(folders[name]).manifest.tensors
 
 
+@pytest.mark.parametrize("is_tied", [True, False], ids=["of transformers 5", "of transformers 4"])
+def test_a_t5_without_an_output_layer_begins_with_the_embedding(
+    folders: dict[str, Path], tmp_path: Path, *, is_tied: bool
+) -> None:
+    """A T5 that transformers 5 built, and has not read, is tied and stored so; it ties what is missing, whatever the key."""
+    copy = changed(folders[T5], tmp_path / "copy", tie_word_embeddings=is_tied)
+    found = load_file(copy / "model.safetensors")
+    del found["lm_head.weight"]
+    (copy / "model.safetensors").unlink()
+    save_file(found, copy / "model.safetensors", metadata={"format": "pt"})
+    theirs, reader = transformers.T5ForConditionalGeneration.from_pretrained(copy), HfCheckpoint(copy)
+    for name, weight in (("output_layer", theirs.lm_head), ("embedding.word_embeddings", theirs.shared)):
+        assert torch.equal(reader.values(f"{name}.weight", weight.weight.shape), weight.weight)
+    assert "no lm_head.weight: it begins as a copy of shared.weight" in "".join(reader.notes)
+    assert not HfCheckpoint(folders[T5]).notes
+
+
 def test_rows_of_the_bias_are_left_out_with_those_of_the_vocabulary(folders: dict[str, Path]) -> None:
     reader = HfCheckpoint(folders[BERT], vocab_size=90)
     out = reader.values("output_layer.bias", (90,))
