@@ -120,11 +120,11 @@ def test_rows_of_the_bias_are_left_out_with_those_of_the_vocabulary(folders: dic
 @pytest.mark.parametrize(
     ("name", "changes", "problem"),
     [
-        (BERT, {"model.no_bias_gelu_fusion": False}, "MegatronBertForPreTraining.*activation is 'gelu_tanh' here, 'gelu' there"),
-        (BERT, {"model.untie_embeddings_and_output_weights": True}, "is_tied is False here, True there"),
-        (T5, {"model.softmax_scale": None}, "T5ForConditionalGeneration.*scale is None here, 1.0 there"),
+        (BERT, {"model.no_bias_gelu_fusion": False}, "MegatronBertForPreTraining.*--no-bias-gelu-fusion is off here, on there"),
+        (BERT, {"model.untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights is on here, off there"),
+        (T5, {"model.softmax_scale": None}, "T5ForConditionalGeneration.*--softmax-scale is none here, 1.0 there"),
         (T5, {"model.untie_embeddings_and_output_weights": False}, "tied logits have a bias here"),
-        (T5, {"model.position_embedding_type": "learned_absolute"}, "num_positions is 64 here, None there"),
+        (T5, {"model.position_embedding_type": "learned_absolute"}, "--position-embedding-type is learned_absolute here, relative there"),
     ],
 )  # fmt: skip
 def test_a_model_that_their_class_lacks_is_refused(
