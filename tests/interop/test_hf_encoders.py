@@ -122,6 +122,7 @@ def test_rows_of_the_bias_are_left_out_with_those_of_the_vocabulary(folders: dic
     [
         (BERT, {"model.no_bias_gelu_fusion": False}, "MegatronBertForPreTraining.*--no-bias-gelu-fusion is off here, on there"),
         (BERT, {"model.untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights is on here, off there"),
+        (BERT, {"experts.num_experts": 4, "experts.moe_aux_loss_coeff": (0.01,)}, r"differs: --num-experts is 4 here, none there\n"),
         (T5, {"model.softmax_scale": None}, "T5ForConditionalGeneration.*--softmax-scale is none here, 1.0 there"),
         (T5, {"model.untie_embeddings_and_output_weights": False}, "tied logits have a bias here"),
         (T5, {"model.position_embedding_type": "learned_absolute"}, "--position-embedding-type is learned_absolute here, relative there"),

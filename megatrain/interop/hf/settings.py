@@ -26,7 +26,7 @@ from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.vision import ProjectorSpec
-from megatrain.config.schema.tree import Config, flag_of, in_words, settings
+from megatrain.config.schema.tree import Config, in_words, settings
 from megatrain.config.schema.vision import VisionConfig
 from megatrain.config.subjects.model_spec import describe_model
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
@@ -69,9 +69,9 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(setting.flag if value else setting.opposite_flag)
         elif isinstance(value, tuple):
-            words += [flag_of(setting.path), *value]
+            words += [setting.flag, *map(str, value)]
         else:
-            words += words_of(flag_of(setting.path), repr(value) if isinstance(value, float) else str(value))
+            words += words_of(setting.flag, str(value))
     return words
 
 
