@@ -65,18 +65,19 @@ _FAMILY: Final = "model.model_family"
 
 @note("nothing")
 def settings_without_effect(draft: Draft) -> Notes:
-    """Yield one note per need that is not met, about the settings that are given and not at their defaults."""
-    idle: dict[tuple[str, bool, bool], list[str]] = {}
+    """Yield one note on the settings that lack the same needs, of those that are given and not at their defaults."""
+    idle: dict[tuple[tuple[str, ...], bool, bool], list[str]] = {}
     for setting in settings():
         value = draft.config.get(setting.path)
         if not draft.is_given(setting.path) or value in (setting.default, None, False):
             continue
-        for need in setting.needs:
-            if not need.holds(draft.get):
-                key = (reason_of(need), need.is_costly, setting.name in _SAVING_MEMORY)
-                idle.setdefault(key, []).append(f"{setting.flag}{_value(value)}")
-    for (reason, is_costly, saves_memory), flags in idle.items():
-        text = f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect {reason}"
+        unmet = [need for need in setting.needs if not need.holds(draft.get)]
+        if unmet:
+            is_costly = any(need.is_costly for need in unmet)
+            key = (tuple(map(reason_of, unmet)), is_costly, setting.name in _SAVING_MEMORY)
+            idle.setdefault(key, []).append(f"{setting.flag}{_value(value)}")
+    for (reasons, is_costly, saves_memory), flags in idle.items():
+        text = f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect {', and '.join(reasons)}"
         yield PlanNote(text, "cost" if is_costly else "nothing", saves_memory)
 
 

@@ -165,6 +165,7 @@ def row_linear(
     bias: Bias | None = None,
     *,
     activation: Activation | None = None,
+    recompute_fn: partial[Tensor] | None = None,
     returns_partial_sums: bool = False,
 ) -> Tensor:
     """y = activation(x) W^T + bias with the columns of W split over tp, summed over the ranks.
@@ -172,13 +173,14 @@ def row_linear(
     Args:
         x: [s, b, i/tp], or [s, b, 2 i/tp] with a gated activation.
         weight: this rank's columns, [o, i/tp].
+        recompute_fn: returns x, of no activation, in the backward pass from its one argument, which is kept in place of x.
         returns_partial_sums: with overlapped GEMMs and no bias, return the terms of the sum, which the next send but one overwrites.
     Returns:
         [s/tp, b, o] with sp, else [s, b, o]; terms have a dimension of ranks before these.
     """
     fused_bias = bias if tp.size == 1 else None
     out: Tensor = _Linear.apply(
-        x, weight, weight_grad, activation, fused_bias, tp, info, returns_partial_sums
+        x, weight, weight_grad, activation, fused_bias, tp, info, recompute_fn, returns_partial_sums
     )
     out = exit_tp_region(out, tp) if tp.peers is None else out
     if bias is not None and tp.size > 1:
@@ -283,11 +285,14 @@ class _Linear(Function):
         bias: Bias | None,
         tp: TensorParallel,
         info: PassInfo,
+        recompute_fn: partial[Tensor] | None,
         returns_partial_sums: bool,
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
         ctx.is_recomputed = activation is not None and activation.is_recomputed
-        ctx.save_for_backward(x, weight, None if ctx.is_recomputed else y)
+        ctx.recompute_fn = recompute_fn and recompute_fn.func
+        kept = (x, y) if recompute_fn is None else (recompute_fn.args[0], None)
+        ctx.save_for_backward(kept[0], weight, None if ctx.is_recomputed else kept[1])
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
         ctx.returns_partial_sums = returns_partial_sums
         if tp.peers is not None:
@@ -303,13 +308,15 @@ class _Linear(Function):
         dy, dx = (dy, torch.matmul(dy, w)) if peers is None else gemms.all_gather_gemm(dy, w, peers)
         if ctx.is_recomputed:  # y takes the memory of dx, and dx below that of x: nothing else reads them
             y = dx
+        elif ctx.recompute_fn is not None:
+            y = ctx.recompute_fn(x)
         if ctx.activation is not None:
             out = y if ctx.is_recomputed else None
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_fused(x))
         rows = _until_accumulated(dy, ctx.tp, ctx.info)
         _accumulate_weight_gradient(ctx.weight_grad, rows, y, ctx.info, may_be_late=ctx.tp.size == 1)
         accumulate_bias_gradient(ctx.bias, dy)
-        return dx, *[None] * 7
+        return dx, *[None] * 8
 
 
 class AddBias(Function):

@@ -127,7 +127,7 @@ class Iterations:
                 number=number,
                 first_sample=consumed,
                 batch=self.batch_sizes.at(consumed),
-                lr=hyperparams.lr,
+                hyperparams=hyperparams,
                 batches=batches,
                 step=step,
                 restore_scales=restore_scales,

@@ -23,6 +23,7 @@ import torch
 
 from megatrain.config import Plan
 from megatrain.config.derive.batch_sizes import length_steps, num_pieces
+from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.packs.context import PackBatch
 from megatrain.training.callbacks import RunCallbacks
@@ -58,7 +59,7 @@ class Iteration:
     first_sample: int
     batch: int
     """Samples of the global batch."""
-    lr: float
+    hyperparams: Hyperparams
     batches: Sequence[Batch]
     step: PendingStep
     restore_scales: Callable[[], None]
@@ -251,6 +252,7 @@ class RunLog:
             flops = derived.model_spec.training_flops(num_tokens=count, sum_of_squared_lengths=count * length)
         if work is not None:
             tokens, flops = work.num_tokens, derived.model_spec.training_flops(**vars(work))
+        rates, is_decoupled = iteration.hyperparams, self._config.optimizer.decoupled_lr is not None
         tflops = flops / seconds / derived.world_size / 1e12 if self.is_on_gpu else None
         return {
             "iteration": iteration.number,
@@ -269,7 +271,8 @@ class RunLog:
             "params_norm": report.params_norm,
             "num_zeros": report.num_zeros,
             "max_attention_logit": report.max_attention_logit,
-            "learning_rate": iteration.lr,
+            "learning_rate": rates.lr,
+            "decoupled_learning_rate": rates.lr_of("embedding") if is_decoupled else None,
             "loss_scale": report.loss_scale,
             "iteration_ms": 1000 * seconds,
             "timers": self._timers.take(),

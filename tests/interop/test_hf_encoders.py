@@ -94,6 +94,23 @@ def test_second_names_of_tensors_are_read(
     assert HfCheckpoint(copy).manifest.tensors == HfCheckpoint(folders[name]).manifest.tensors
 
 
+@pytest.mark.parametrize("is_tied", [True, False], ids=["of transformers 5", "of transformers 4"])
+def test_a_t5_without_an_output_layer_begins_with_the_embedding(
+    folders: dict[str, Path], tmp_path: Path, *, is_tied: bool
+) -> None:
+    """A T5 that transformers 5 built, and has not read, is tied and stored so; it ties what is missing, whatever the key."""
+    copy = changed(folders[T5], tmp_path / "copy", tie_word_embeddings=is_tied)
+    found = load_file(copy / "model.safetensors")
+    del found["lm_head.weight"]
+    (copy / "model.safetensors").unlink()
+    save_file(found, copy / "model.safetensors", metadata={"format": "pt"})
+    theirs, reader = transformers.T5ForConditionalGeneration.from_pretrained(copy), HfCheckpoint(copy)
+    for name, weight in (("output_layer", theirs.lm_head), ("embedding.word_embeddings", theirs.shared)):
+        assert torch.equal(reader.values(f"{name}.weight", weight.weight.shape), weight.weight)
+    assert "no lm_head.weight: it begins as a copy of shared.weight" in "".join(reader.notes)
+    assert not HfCheckpoint(folders[T5]).notes
+
+
 def test_rows_of_the_bias_are_left_out_with_those_of_the_vocabulary(folders: dict[str, Path]) -> None:
     reader = HfCheckpoint(folders[BERT], vocab_size=90)
     out = reader.values("output_layer.bias", (90,))
@@ -103,11 +120,12 @@ def test_rows_of_the_bias_are_left_out_with_those_of_the_vocabulary(folders: dic
 @pytest.mark.parametrize(
     ("name", "changes", "problem"),
     [
-        (BERT, {"model.no_bias_gelu_fusion": False}, "MegatronBertForPreTraining.*activation is 'gelu_tanh' here, 'gelu' there"),
-        (BERT, {"model.untie_embeddings_and_output_weights": True}, "is_tied is False here, True there"),
-        (T5, {"model.softmax_scale": None}, "T5ForConditionalGeneration.*scale is None here, 1.0 there"),
+        (BERT, {"model.no_bias_gelu_fusion": False}, "MegatronBertForPreTraining.*--no-bias-gelu-fusion is off here, on there"),
+        (BERT, {"model.untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights is on here, off there"),
+        (BERT, {"experts.num_experts": 4, "experts.moe_aux_loss_coeff": (0.01,)}, r"differs: --num-experts is 4 here, none there\n"),
+        (T5, {"model.softmax_scale": None}, "T5ForConditionalGeneration.*--softmax-scale is none here, 1.0 there"),
         (T5, {"model.untie_embeddings_and_output_weights": False}, "tied logits have a bias here"),
-        (T5, {"model.position_embedding_type": "learned_absolute"}, "num_positions is 64 here, None there"),
+        (T5, {"model.position_embedding_type": "learned_absolute"}, "--position-embedding-type is learned_absolute here, relative there"),
     ],
 )  # fmt: skip
 def test_a_model_that_their_class_lacks_is_refused(

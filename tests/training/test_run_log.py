@@ -17,7 +17,7 @@ from megatrain.training.timers import Timers, across_ranks
 
 VALUES: dict[str, Any] = {
     "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "sop_loss": None, "z_loss": None, "indexer_loss": None, "routers": None, "mtp_losses": None, "kd_losses": None,
-    "grad_norm": 1.5, "params_norm": 50.0, "num_zeros": 7, "max_attention_logit": 12.5, "learning_rate": 1e-3, "loss_scale": 1.0, "iteration_ms": 100.0,
+    "grad_norm": 1.5, "params_norm": 50.0, "num_zeros": 7, "max_attention_logit": 12.5, "learning_rate": 1e-3, "decoupled_learning_rate": None, "loss_scale": 1.0, "iteration_ms": 100.0,
     "timers": {"optimizer": 4.0}, "tokens_per_second_per_gpu": 1000.0, "tflops_per_gpu": 100.0, "mfu": 0.4, "skipped": 0, "nan": 0,
 }  # fmt: skip
 MEGATRON_LINE = re.compile(
@@ -40,6 +40,14 @@ def test_the_line_is_megatrons_followed_by_speed() -> None:
     matched = MEGATRON_LINE.match(found)
     assert matched, found
     assert found[matched.end() :] == " tokens/s/GPU: 1000 | MFU: 40.0 % | max attention logit: 12.500 |"
+
+
+def test_the_decoupled_rate_has_megatrons_column() -> None:
+    found = line({**VALUES, "decoupled_learning_rate": 2e-4})
+    assert (
+        " | learning rate: 1.000000E-03 | decoupled learning rate: 2.000000E-04 | global batch size: "
+        in found
+    )
 
 
 def test_a_narrow_terminal_has_a_line_of_its_width() -> None:
@@ -135,7 +143,7 @@ def test_a_run_on_a_cpu_logs_what_its_flags_enable(
     flags: dict[str, str | None] = {
         "--train-iters": "5", "--log-interval": "2", "--eval-iters": "1", "--log-throughput": "",
         "--log-params-norm": "", "--log-num-zeros-in-grad": "", "--timing-log-level": "2", "--save": str(tmp_path),
-        "--untie-embeddings-and-output-weights": "", "--log-max-attention-logit": "",
+        "--untie-embeddings-and-output-weights": "", "--decoupled-lr": "2e-3", "--min-lr": "0", "--log-max-attention-logit": "",
     }  # fmt: skip
     assert pretrain.main(command_line(flags)) == 0
     out = capsys.readouterr().out
@@ -153,6 +161,8 @@ def test_a_run_on_a_cpu_logs_what_its_flags_enable(
     assert set(steps[0]["timers"]) == {
         "forward-backward", "optimizer", "batch-generator", "optimizer-clip-main-grad",
     }  # fmt: skip
+    assert all(step["decoupled_learning_rate"] == pytest.approx(2 * step["learning_rate"]) for step in steps)
+    assert out.count(" | decoupled learning rate: ") == 4
     assert steps[0]["tflops_per_gpu"] is None
     assert steps[-1]["consumed_tokens"] == 5 * 16
 

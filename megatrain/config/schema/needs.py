@@ -9,8 +9,9 @@
     either(need, need)       as its `words` say
     costly(need)             the setting's speed or memory is lost
 
-A given setting without effect is a note, as in Megatron-LM: its flag, `has no effect`, and these words. A path is of a setting,
-or of a value that is derived, such as `derived.num_microbatches`. `why` continues the words, and `words` replaces them.
+A given setting without effect is a note, as in Megatron-LM: its flag, `has no effect`, and the words of all needs that are not met.
+A path is of a setting, or of a value that is derived, such as `derived.num_microbatches`. `why` continues the words, and `words`
+replaces them.
 
 A conflict is a problem: `--optimizer-cpu-offload is not supported together with --optimizer muon`, and its `why`.
 """

@@ -98,9 +98,9 @@ def query_groups_have_an_effect(draft: Draft) -> Problems:
     if not model.group_query_attention and model.num_query_groups != model.num_attention_heads:
         yield Problem(
             f"--num-query-groups {model.num_query_groups} has no effect without --group-query-attention"
-            " (Megatron-LM ignores it silently)",
+            f" (Megatron-LM ignores it silently: it trains {model.num_attention_heads} key and value heads)",
             "remove --num-query-groups"
-            + ("" if model.multi_latent_attention else ", or add --group-query-attention"),
+            + ("" if model.multi_latent_attention else " to train those, or add --group-query-attention"),
         )
 
 

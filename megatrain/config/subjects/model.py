@@ -198,6 +198,12 @@ def recompute_mlp_act(draft: Draft) -> DerivedValue:
         return DerivedValue(False, "Transformer Engine keeps what its activations return")
     if draft.derived.fp8_layers:
         return DerivedValue(False, "FP8 layers save its input")
+    rounding = draft.derived.qat
+    if draft.config.adapters.lora_rank is not None or (rounding is not None and rounding.inputs is not None):
+        flag = flag_of("adapters.lora_rank" if rounding is None else "precision.qat")
+        return DerivedValue(
+            False, f"layers of {flag} have no kernel that computes it together with its gradient"
+        )
     return _worth_it(draft, 2 * model.ffn_hidden_size, "the result of the activation in each MLP")
 
 

@@ -73,6 +73,7 @@ class HfCheckpoint(TensorReader):
         self.plan = plan_of(self.settings, self.vocab_size, source.path)
         self._shapes, self._biases = self._canonical_shapes()
         self._stored_names = self._names_in_files()
+        self._add_copies()
         self._theirs: dict[str, tuple[TheirTensor, Part]] = {}
         self.left_out = self._layers_left_out()
         """Numbers of layers in the files that the model of transformers leaves out."""
@@ -237,6 +238,15 @@ class HfCheckpoint(TensorReader):
             return {name: name for name in names}
         head = self._their_name(OUTPUT_NAME)
         return {name if name == head else prefix + name: name for name in names}
+
+    def _add_copies(self) -> None:
+        """Read a tensor that the files leave out from the one that it equals."""
+        for name, source in self.family.copies.items():
+            if name not in self._stored_names and source in self._stored_names:
+                self._stored_names[name] = self._stored_names[source]
+                self._folder.config.notes.append(
+                    f"the files have no {name}: it begins as a copy of {source}, as transformers ties them, and is trained apart"
+                )
 
     def _their_name(self, ours: str) -> str:
         module, _, kind = ours.rpartition(".")

@@ -220,6 +220,8 @@ class Family:
     more_layers: LeftOut | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of names in files of other versions of transformers, and those here."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that files may leave out, and the one that each equals then. Here they are trained apart."""
     unused: Mapping[str, float] = field(default_factory=dict)
     """Tensors of the width of the vision tower without effect, with the value that is written."""
     of_text: str = ""

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +26,7 @@ from megatrain.config.model_spec.experts import RouterSpec
 from megatrain.config.model_spec.layer import LayerSpec
 from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.vision import ProjectorSpec
-from megatrain.config.schema.tree import Config, flag_of, settings
+from megatrain.config.schema.tree import Config, in_words, settings
 from megatrain.config.schema.vision import VisionConfig
 from megatrain.config.subjects.model_spec import describe_model
 from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
@@ -71,9 +69,9 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(setting.flag if value else setting.opposite_flag)
         elif isinstance(value, tuple):
-            words += [flag_of(setting.path), *value]
+            words += [setting.flag, *map(str, value)]
         else:
-            words += words_of(flag_of(setting.path), repr(value) if isinstance(value, float) else str(value))
+            words += words_of(setting.flag, str(value))
     return words
 
 
@@ -152,7 +150,7 @@ def fitting_family(
     if wanted is not None and wanted not in FAMILIES:
         raise InputError(f"--architecture {wanted}: unknown", fix=f"use one of {', '.join(FAMILIES)}")
     described = function_of(config, vocab_size)
-    closest: tuple[int, str, list[str]] | None = None
+    closest: tuple[int, Family, Mapping[str, Any] | str] | None = None
     kind = config.model.model_family
     classes = [FAMILIES[wanted]] if wanted else FAMILIES.values()
     kinds = [family for one in classes for family in one.kinds]
@@ -160,33 +158,57 @@ def fitting_family(
     for family in kinds if wanted else alike:
         keys = _keys(family, config, vocab_size)
         source = ConfigFile(Path(CONFIG_NAME), keys)
+        values: Mapping[str, Any] | str
         try:
-            plan = plan_of(read_settings(family, source), vocab_size, source.path)
+            values = read_settings(family, source)
+            plan = plan_of(values, vocab_size, source.path)
         except InputError as error:
-            found, distance = [error.problems[0].text], _NO_MODEL
+            values, distance = error.problems[0].text, _NO_MODEL
         else:
             both = (_compared(family, one) for one in (described, function_of(plan.config, vocab_size)))
-            found = list(differences(*both))
-            distance = len(found)
-        if not found:
+            distance = _distance(*both)
+        if not distance:
             return family, {"architectures": [family.architecture], "model_type": family.model_type, **keys}
         if closest is None or distance < closest[0]:
-            closest = distance, family.architecture, found
+            closest = distance, family, values
     assert closest is not None
+    _, family, values = closest
+    found = [values] if isinstance(values, str) else _differences(config, vocab_size, values, family)
     raise InputError(
-        f"{where}: no family of transformers computes this model; {closest[1]}, the closest, differs: {'; '.join(_of_all_layers(closest[2])[:5])}",
+        f"{where}: no family of transformers computes this model; {family.architecture}, the closest, differs: {'; '.join(found)}",
         fix=f"name another architecture with --architecture, or export the weights alone: megatrain checkpoint export-weights {where} TARGET",
     )
 
 
-def _of_all_layers(found: list[str]) -> list[str]:
-    """Return differences in which equal ones of several layers are one."""
-    layer = re.compile(r"layers\[\d+\]")
-    counts = Counter(layer.sub("layers[*]", line) for line in found)
-    merged = (
-        line if counts[layer.sub("layers[*]", line)] == 1 else layer.sub("layers[*]", line) for line in found
-    )
-    return list(dict.fromkeys(merged))
+def _differences(config: Config, vocab_size: int, values: Mapping[str, Any], family: Family) -> list[str]:
+    """Return the flags of the model whose values alone make it differ from the one of a family.
+
+    Args:
+        values: settings that the family's config.json would give, by path.
+    """
+
+    def changed_by(changes: Mapping[str, Any]) -> Config:
+        return plan_of({**values, **changes}, vocab_size, Path(CONFIG_NAME)).config
+
+    def matters(path: str) -> bool:
+        try:
+            found = changed_by({path: config.get(path)})
+        except InputError:  # it needs another flag, which is named
+            return False
+        both = (_compared(family, function_of(one, vocab_size)) for one in (found, there))
+        return _distance(*both) > 0
+
+    there = changed_by({})
+    changed = [
+        one
+        for one in settings()
+        if one.section in ("model", "experts", "vision") and config.get(one.path) != there.get(one.path)
+    ]
+    named = [one for one in changed if matters(one.path)] or changed
+    return [
+        f"{one.flag} is {in_words(config.get(one.path))} here, {in_words(there.get(one.path))} there"
+        for one in named
+    ]
 
 
 def _keys(family: Family, config: Config, vocab_size: int) -> dict[str, Any]:
@@ -273,24 +295,13 @@ def _router(router: RouterSpec) -> RouterSpec:
     )
 
 
-def differences(ours: Any, theirs: Any, name: str = "") -> Iterator[str]:
-    """Yield each difference between two specs: its name and both values."""
+def _distance(ours: Any, theirs: Any) -> int:
+    """Return the number of differences between two specs."""
     if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
-        for field in dataclasses.fields(ours):
-            dotted = f"{name}.{field.name}" if name else field.name
-            yield from differences(getattr(ours, field.name), getattr(theirs, field.name), dotted)
-    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            yield from differences(one, other, f"{name}[{number}]")
-    elif isinstance(ours, float) and isinstance(theirs, float):
-        if not math.isclose(ours, theirs, rel_tol=1e-9):
-            yield f"{name} is {ours!r} here, {theirs!r} there"
-    elif ours != theirs:
-        yield f"{name} is {_shown(ours)} here, {_shown(theirs)} there"
-
-
-def _shown(value: Any) -> str:
-    """Return the name of a spec, or the value itself."""
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))})"
-    return type(value).__name__ if dataclasses.is_dataclass(value) else repr(value)
+        names = [field.name for field in dataclasses.fields(ours)]
+        return sum(_distance(getattr(ours, name), getattr(theirs, name)) for name in names)
+    if isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+        return sum(map(_distance, ours, theirs))
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return int(not math.isclose(ours, theirs, rel_tol=1e-9))
+    return int(ours != theirs)

@@ -108,7 +108,8 @@ def plan_of(arguments: Mapping[str, Any], family: str, source: Path) -> Plan:
         MismatchError: megatrain has no equal model or training.
     """
     wanted = {setting.path for setting in settings() if setting.section in _SECTIONS}
-    left_out = _ELSEWHERE | frozenset(_implied(arguments))
+    of_tokenizer = {setting.name for setting in settings() if setting.section == "tokenizer"}
+    left_out = _ELSEWHERE | of_tokenizer | frozenset(_implied(arguments))
     given = {
         name: _as_pattern(value) if name in _PATTERNS else value
         for name, value in arguments.items()

@@ -28,6 +28,7 @@ from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.derive.hybrid_pattern import SIDE_BY_SIDE
 from megatrain.config.derive.lr_schedule import ScheduleValues
+from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import NOT_IN_MEGATRON, ModelConfig
 from megatrain.interop.megatron.arguments import arguments_of
@@ -69,6 +70,8 @@ def _lacking(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str]:
         yield f"scores of expert groups by {score} experts"
     if model.model_family == "vlm":
         yield "a vision tower"
+    if model.model_family in MASKED_FAMILIES and experts.num_experts:
+        yield f"a {model.model_family} with experts (--num-experts {experts.num_experts}), whose layers are dense there,"
 
 
 class MegatronExport:

@@ -108,9 +108,11 @@ class FakeQuantizedRowLinear(LocalRowLinear):
         self.add_weight(_SCALE, scale_layout(linear.weight, numbers.weights, tp.group), dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        activation, group = self.activation, self.tp.group
+        activation, group, again = self.activation, self.tp.group, None
         if self.format.inputs is not None:
-            x = x if activation is None else apply_activation(x, activation)
+            if activation is not None:
+                again = functools.partial(self._recompute, x.detach()) if activation.is_recomputed else None
+                x = apply_activation(x, activation)
             x, activation = straight_through(x, self.format.inputs, group), None
         weight, grad = rounded_weight(self, self.format.weights, info, group), self.weight_grads.get("weight")
         return row_linear(
@@ -121,8 +123,15 @@ class FakeQuantizedRowLinear(LocalRowLinear):
             info,
             bias_of(self),
             activation=activation,
+            recompute_fn=again,
             returns_partial_sums=self.returns_partial_sums,
         )
+
+    @torch.no_grad()
+    def _recompute(self, x: Tensor) -> Tensor:
+        assert self.activation is not None
+        assert self.format.inputs is not None
+        return rounded(activate(x, self.activation), self.format.inputs, self.tp.group)
 
 
 @torch.no_grad()

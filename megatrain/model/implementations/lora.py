@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.model_spec.lora import LoraSpec, adapter_names, is_adapter
+from megatrain.kernels.activations import activate
 from megatrain.kernels.random import dropout_factor, keep_mask, stream_key
 from megatrain.model.implementations.fake_quantized import apply_activation
 from megatrain.model.implementations.local import LocalColumnLinear, LocalRowLinear, bias_of
@@ -101,9 +102,16 @@ class LoraRowLinear(LocalRowLinear):
             self.adapter = Adapter(a, b, dtype, drop)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        x = x if self.activation is None else apply_activation(x, self.activation)
-        y = row_linear(x, self.weight, None, self.tp, info, bias_of(self))
-        return y if self.adapter is None else y + self.adapter.rows(x, self.tps, info) * self.scale
+        again = None
+        if self.activation is not None:
+            again = functools.partial(self._activate, x.detach()) if self.activation.is_recomputed else None
+            x = apply_activation(x, self.activation)
+        y = row_linear(x, self.weight, None, self.tp, info, bias_of(self), recompute_fn=again)
+        return y if self.adapter is None else y + self.adapter.rows(x, self.tps, info, again) * self.scale
+
+    def _activate(self, x: Tensor) -> Tensor:
+        assert self.activation is not None
+        return activate(x, self.activation)
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class AdapterDropout:
         return tokens.view(ranks, count, samples)[:, chunk].flatten(0, 1)
 
     def recompute(self, recompute_fn: functools.partial[Tensor], info: PassInfo) -> functools.partial[Tensor]:
-        """Return a `recompute_fn` of `column_linear` that also drops."""
+        """Return a `recompute_fn` of a linear layer that also drops."""
         compute = recompute_fn.func
 
         def dropped(kept: Tensor) -> Tensor:
@@ -173,10 +181,18 @@ class Adapter(ShardedModule):
         u = column_linear(self.drop(x, info), self.a, grad_a, tps[0], info, recompute_fn=again)
         return column_linear(u, self.b, grad_b, tps[1], info)
 
-    def rows(self, x: Tensor, tps: tuple[TensorParallel, TensorParallel], info: PassInfo) -> Tensor:
+    def rows(
+        self,
+        x: Tensor,
+        tps: tuple[TensorParallel, TensorParallel],
+        info: PassInfo,
+        recompute_fn: functools.partial[Tensor] | None,
+    ) -> Tensor:
         """Map [s, b, i/tp] -> [s/tp, b, o]."""
-        u = row_linear(self.drop(x, info), self.a, self.weight_grads.get("a"), tps[1], info)
-        return column_linear(u, self.b, self.weight_grads.get("b"), tps[0], info)
+        grad_a, grad_b = self.weight_grads.get("a"), self.weight_grads.get("b")
+        again = recompute_fn and self.drop.recompute(recompute_fn, info)
+        u = row_linear(self.drop(x, info), self.a, grad_a, tps[1], info, recompute_fn=again)
+        return column_linear(u, self.b, grad_b, tps[0], info)
 
 
 def freeze_base(segments: Sequence[nn.Module]) -> None:

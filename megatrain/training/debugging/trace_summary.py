@@ -26,6 +26,8 @@ ITERATIONS = "profiled_iterations"
 """Key of the first and last iteration in a trace."""
 FIRST_ITERATION = "first profiled iteration"
 """Range at whose start the profiled iterations begin; without it all kernels count."""
+REPORT = "report"
+"""Range in which the host waits for a step's report."""
 _SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls in which the host waits for the GPU. A copy to pageable memory waits, too, and appears as cudaStreamSynchronize."""
 _OUTSIDE = "elsewhere"
@@ -74,7 +76,7 @@ class TraceSummary:
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
     """By collective, size and name of its group, if the trace records them."""
     host_waits: Mapping[str, int] = field(default_factory=dict)
-    """Number of times the host waited for the GPU, by call."""
+    """Number of times the host waited for the GPU in these steps and for their reports, by call."""
 
     def text(self) -> str:
         """Return the table, per step."""
@@ -164,9 +166,22 @@ def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int) -> TraceSu
         parts=times,
         kernels=[(name, counts[name], longest[name]) for name in top],
         traffic=_traffic(kernels, exposed),
-        host_waits=dict(
-            Counter(call["name"] for call in calls if call["name"] in _SYNCHRONIZING and call["ts"] >= begin)
-        ),
+        host_waits=_host_waits(calls, [one for one in spans if one["name"] == REPORT], begin, num_steps),
+    )
+
+
+def _host_waits(
+    calls: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]], begin: float, num_steps: int
+) -> dict[str, int]:
+    """Return the number of waits up to the report of the last step, without those for reports of steps before the first."""
+    spans = sorted((one["ts"], one["ts"] + one["dur"]) for one in reports if one["ts"] >= begin)
+    end = spans[-1][1] if spans else math.inf
+    earlier = spans[: max(len(spans) - num_steps, 0)]
+    waits = [call for call in calls if call["name"] in _SYNCHRONIZING and begin <= call["ts"] < end]
+    return dict(
+        Counter(
+            call["name"] for call in waits if not any(first <= call["ts"] < last for first, last in earlier)
+        )
     )
 
 

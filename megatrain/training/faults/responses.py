@@ -11,10 +11,13 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from torch.profiler import record_function
+
 from megatrain.data.pieces import Batches
 from megatrain.optim.lr_schedule import HyperparamSchedules
 from megatrain.parallel.batch import Batch
 from megatrain.training.debugging.not_finite import Explanation, explain
+from megatrain.training.debugging.trace_summary import REPORT
 from megatrain.training.engine import Engine
 from megatrain.training.faults.bad_steps import (
     FILE_NAME,
@@ -98,7 +101,8 @@ class FaultResponses:
         Raises:
             RejectedResultError: a spike is another one when it is computed again.
         """
-        report = iteration.step.read()
+        with record_function(REPORT):
+            report = iteration.step.read()
         found = (detector.check(getattr(report, name)) for name, detector in self.spikes.items())
         spikes = [spike for spike in found if spike is not None]
         if spikes and self.reruns.validates and not self.reruns.injects(iteration.number):

@@ -23,7 +23,7 @@ from megatrain.training.logging.metrics_file import report_log_errors
 _FLAG = "--tensorboard-dir"
 VS_SAMPLES = " vs samples"
 """Suffix of a curve over consumed samples; the curve without it is over iterations."""
-_ONLY_OVER_ITERATIONS = ("iteration-time", "throughput", "-time", "mem-", "samples vs steps")
+_ONLY_OVER_ITERATIONS = ("iteration-time", "throughput", "-time", "mem-", "samples vs steps", "decoupled-")
 
 
 class CurveWriter(Protocol):
@@ -49,6 +49,7 @@ def iteration_scalars(
     """
     found: dict[str, float | None] = {
         "learning-rate": values["learning_rate"],
+        "decoupled-learning-rate": values["decoupled_learning_rate"],
         "batch-size": values["global_batch_size"],
         "lm loss": values["lm_loss"],
         "sop loss": values["sop_loss"],

@@ -60,6 +60,9 @@ def log_line(
         f"elapsed time per iteration (ms): {values['iteration_ms']:.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {values['tflops_per_gpu']:.1f}" if has_throughput else None,
         f"learning rate: {values['learning_rate']:.6E}",
+        f"decoupled learning rate: {rate:.6E}"
+        if (rate := values["decoupled_learning_rate"]) is not None
+        else None,
         f"global batch size: {values['global_batch_size']:5d}",
         f"lm loss: {values['lm_loss']:.6E}",
         *(f"{name}: {loss:.6E}" for name, loss in _more_losses(values).items()),

@@ -148,6 +148,10 @@ def test_the_default_depends_on_the_cost(flags, device, expected):
         ("--hidden-size 2048", "cuda", False),
         ("--hidden-size 2048 --recompute-mlp-act", "cuda", True),
         ("--hidden-size 4096 --no-recompute-mlp-act", "cuda", False),
+        ("--hidden-size 4096 --lora-rank 8", "cuda", False),
+        ("--hidden-size 4096 --lora-rank 8 --recompute-mlp-act", "cuda", True),
+        ("--hidden-size 4096 --qat int8", "cuda", False),
+        ("--hidden-size 4096 --qat int4", "cuda", True),
         ("--hidden-size 4096", "cpu", False),
         (
             "--hidden-size 4096 --recompute-granularity full --recompute-method block --recompute-num-layers 1",

@@ -28,7 +28,7 @@ CASES = {
     ],
     "query_groups_have_an_effect": [
         ("--num-query-groups 2", "", None,
-         ("--num-query-groups 2", "--group-query-attention"), ("--group-query-attention", "--num-query-groups")),
+         ("--num-query-groups 2", "--group-query-attention", "4 key and value heads"), ("add --group-query-attention", "remove --num-query-groups")),
     ],
     "hidden_size_divides_over_heads": [
         ("--hidden-size 62", "", None,

@@ -16,10 +16,11 @@ CASES = [
     ("--mask-prob 0.2 --short-seq-prob 0.3", "",
      ("--mask-prob 0.2, --short-seq-prob 0.3 have no effect", "--model-family is bert or t5")),
     ("--model-family bert --eod-mask-loss --reset-position-ids", "",
-     ("--eod-mask-loss", "--reset-position-ids", "--model-family bert or t5")),
+     ("--eod-mask-loss has no effect", "--model-family bert or t5")),
     ("--fim-rate 0.2 --fim-no-prefix x --fim-fragment-rate 0.1", "",
-     ("--fim-rate 0.2, --fim-fragment-rate 0.1, --fim-no-prefix x have no effect", "without --fim-data")),
-    ("--nvtx-ranges --record-memory-history", "", ("--nvtx-ranges, --record-memory-history", "--device is cuda")),
+     ("--fim-rate 0.2, --fim-no-prefix x have no effect", "without --fim-data")),
+    ("--nvtx-ranges --profile --record-memory-history", "", ("--nvtx-ranges, --record-memory-history", "--device is cuda")),
+    ("--nvtx-ranges", "", ("--nvtx-ranges has no effect without --profile, and unless --device is cuda",)),
     ("--memory-snapshot-path m", "", ("--memory-snapshot-path m", "without --record-memory-history")),
     ("--qat-group-size 32", "", ("--qat-group-size 32", "--qat is int4")),
     ("--mamba-num-heads 8", "", ("--mamba-num-heads 8", "--model-family is hybrid")),
@@ -96,8 +97,8 @@ CASES = [
      ("--export-kd-cfg a.yaml", "--kd-temperature 2", "have no effect", "without --export-kd-teacher-load")),
     ("--logits-load-kd-loss-alpha 0.5", "", ("--logits-load-kd-loss-alpha 0.5 has no effect without --logits-load-dir",)),
     ("--kd-loss-scale 2 --kd-layer-loss-scale 3", "",
-     ("--kd-loss-scale 2.0, --kd-layer-loss-scale 3.0 have no effect without --no-kd-balance-losses",)),
-    ("--kd-loss-scale 2", "", ("--kd-loss-scale 2.0 has no effect without --no-kd-skip-lm-loss",)),
+     ("--kd-layer-loss-scale 3.0 has no effect without --export-kd-teacher-load, and without --no-kd-balance-losses",)),
+    ("--kd-loss-scale 2", "", ("--kd-loss-scale 2.0 has no effect", "and without --no-kd-skip-lm-loss")),
     ("--tp-comm-overlap", "", ("--tp-comm-overlap", "without --sequence-parallel")),
     ("--cuda-graph-impl none --cuda-graph-warmup-steps 5", "", ("--cuda-graph-warmup-steps 5", "--cuda-graph-impl is auto")),
     ("--log-energy", "", ("--log-energy", "CPU")),
@@ -219,7 +220,16 @@ def test_every_need_has_a_case(plan_of):
     notes = [note for flags, without, _ in CASES for note in plan_of(flags, without=without).notes]
     notes += _notes_on_gpus(plan_of)
     for reason in {reason_of(need) for setting in settings() for need in setting.needs}:
-        assert any(note.endswith(f"no effect {reason}") for note in notes), reason
+        ends = (note.partition(" no effect ")[2] for note in notes)
+        assert any(end.endswith(reason) or f"{reason}, and " in end for end in ends), reason
+
+
+def test_all_needs_that_are_not_met_are_in_one_note(plan_of):
+    flags = "--moe-router-bias-update-rate 0.01 --moe-upcycling-granularity 2"
+    assert [note for note in plan_of(flags).notes if "no effect" in note] == [
+        "--moe-router-bias-update-rate 0.01 has no effect without --num-experts, and without --moe-router-enable-expert-bias",
+        "--moe-upcycling-granularity 2 has no effect without --num-experts, and without --moe-use-upcycling",
+    ]
 
 
 def test_defaults_have_no_note(plan_of):

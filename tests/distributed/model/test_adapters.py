@@ -20,7 +20,7 @@ FLAGS = [
 ]
 ADAPTERS = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.2".split()
 LAYOUTS = {
-    "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-mlp-act"),
     "tp2 pp2 recomputed": (
         4,
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity selective --recompute-modules layernorm",

@@ -35,7 +35,7 @@ FLAGS = [
     *"--params-dtype float64 --qat-group-size 4".split(),
 ]
 LAYOUTS = {
-    "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-mlp-act"),
     "tp2 dp2 pp2": (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "cp2 zero3": (4, "--context-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params"),
 }

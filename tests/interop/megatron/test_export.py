@@ -135,18 +135,24 @@ def test_a_model_that_megatron_cannot_compute_is_refused(
     assert main(["convert", "megatron-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
     path = tmp_path / "ours" / "iter_0000008"
     manifest = read_manifest(path)
-    values = {
-        "use_parallel_residual": True,
-        "softmax_scale": 0.3,
-        "norm_position": "both",
-        "mamba_without_rmsnorm": True,
+    cases: dict[str, dict[str, dict[str, Any]]] = {
+        "use_parallel_residual True": {"model": {"use_parallel_residual": True}},
+        "softmax_scale 0.3": {"model": {"softmax_scale": 0.3}},
+        "norm_position both": {"model": {"norm_position": "both"}},
+        "mamba_without_rmsnorm True": {"model": {"mamba_without_rmsnorm": True}},
+        "a t5 with experts (--num-experts 4), whose layers are dense there,": {
+            "model": {"model_family": "t5"},
+            "experts": {"num_experts": 4},
+        },
     }
-    for name, value in values.items():
-        config = {**manifest.config, "model": {**manifest.config["model"], name: value}}
+    for words, changes in cases.items():
+        config = manifest.config | {
+            section: {**manifest.config[section], **values} for section, values in changes.items()
+        }
         (path / MANIFEST_NAME).write_bytes(encode(dataclasses.replace(manifest, config=config)))
         capsys.readouterr()
         assert main(["convert", "megatrain-to-megatron", str(tmp_path / "ours"), str(tmp_path / "back")]) == 2
-        assert f"{name} {value} cannot be written for Megatron-LM" in capsys.readouterr().err
+        assert f"{words} cannot be written for Megatron-LM" in capsys.readouterr().err
         assert not (tmp_path / "back").exists()
 
 

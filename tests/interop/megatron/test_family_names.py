@@ -61,6 +61,14 @@ def test_the_head_for_the_order_of_sentences_is_an_argument(*, has_head: bool, t
     assert plan.config.model.bert_no_binary_head is not has_head
 
 
+def test_settings_of_the_tokenizer_are_no_part_of_the_plan(tmp_path: Path) -> None:
+    """The plan has token ids alone; `tokenizer_settings` reads the others."""
+    given = {"tokenizer_type": "BertWordPieceLowerCase", "tokenizer_hf_no_include_special_tokens": True}
+    assert (
+        plan_of({**ARGUMENTS, **given}, "bert", tmp_path).config.tokenizer.tokenizer_type == "NullTokenizer"
+    )
+
+
 def test_a_pattern_of_a_checkpoint_may_begin_with_an_mlp(tmp_path: Path) -> None:
     pattern = {"hybrid_layer_pattern": "-*", "position_embedding_type": "none"}
     assert plan_of({**ARGUMENTS, **pattern}, "hybrid", tmp_path).config.model.hybrid_layer_pattern == "-*"

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatrain.config.model_spec.lora import LoraSpec
+from megatrain.config.model_spec.mlp import MlpSpec
+from megatrain.config.model_spec.norm import NormSpec
+from megatrain.config.schema.quantization import QUANTIZATION_FORMATS
 from megatrain.kernels.activations import GELU, SILU, Activation
+from megatrain.model.implementations.fake_quantized import fake_quantized_builder
+from megatrain.model.implementations.local_builder import LocalBuilder
+from megatrain.model.implementations.lora import lora_builder
+from megatrain.model.layouts import LinearLayout, rows_layout
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.layout import Init, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel, row_linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
@@ -42,3 +53,48 @@ def test_the_bits_are_the_same(activation: Activation, device: str) -> None:
     again, num_again = found(replace(activation, is_recomputed=True), device)
     assert all(torch.equal(x, y) for x, y in zip(kept, again, strict=True))
     assert num_kept - num_again == 6 * 2 * 16
+
+
+ALONE = RankGroup("alone", (0,), 0)
+BUILDERS = {
+    "adapter": lora_builder(LoraSpec(rank=3, alpha=6, modules=("down_proj",))),
+    "adapter with dropout": lora_builder(LoraSpec(rank=3, alpha=6, modules=("down_proj",), dropout=0.5)),
+    "no adapter": lora_builder(LoraSpec(rank=3, alpha=6, modules=("q_proj",))),
+    "rounded inputs": fake_quantized_builder(QUANTIZATION_FORMATS["int8"]),
+    "rounded weights": fake_quantized_builder(QUANTIZATION_FORMATS["int8-weights"]),
+}
+
+
+def found_in_layer(make: Callable[..., LocalBuilder], *, recompute: bool) -> tuple[list[Tensor], int]:
+    """Return output and gradients of a layer, and the floating-point elements that it saves, each storage counted once."""
+    torch.manual_seed(0)
+    tp, dtype = TensorParallel(ALONE, ALONE, sequence_parallel=False), torch.float64
+    builder = make(tp, ContextParallel(ALONE), dtype, NormSpec(), 0)
+    weight = LinearLayout(rows_layout("decoder.layers.0.mlp.down.weight", 8, 16, Init(), tp))
+    layer = builder.activation_row_linear(MlpSpec(ffn_hidden_size=16), weight, recompute_activation=recompute)
+    layer.to_empty(device="cpu")
+    modules = [one for one in layer.modules() if isinstance(one, ShardedModule)]
+    for module in modules:
+        for name, value in module.named_parameters(recurse=False):
+            torch.nn.init.normal_(value.data)
+            module.weight_grads[name] = torch.zeros_like(value)
+    x, saved = torch.randn(6, 2, 32, dtype=dtype, requires_grad=True), {}
+
+    def save(t: Tensor) -> Tensor:
+        saved[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+        y = layer(x.clone(), PassInfo())
+    count = sum(t.numel() for t in saved.values() if t.is_floating_point())
+    y.backward(torch.randn(6, 2, 8, dtype=dtype))
+    grads = [grad for module in modules for grad in module.weight_grads.values()]
+    return [y.detach(), x.grad, *grads], count
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_layers_of_adapters_and_rounded_ones_recompute_too(name: str) -> None:
+    kept, num_kept = found_in_layer(BUILDERS[name], recompute=False)
+    again, num_again = found_in_layer(BUILDERS[name], recompute=True)
+    assert all(torch.equal(x, y) for x, y in zip(kept, again, strict=True))
+    assert num_kept - num_again == 6 * 2 * 16 * (2 if "dropout" in name else 1)

@@ -19,7 +19,7 @@ from megatrain.tools.main import main
 from megatrain.training.debugging import profiling as profiling_module
 from megatrain.training.debugging import trace_summary
 from megatrain.training.debugging.profiling import Profiling
-from megatrain.training.debugging.trace_summary import FIRST_ITERATION, read_trace, summarize
+from megatrain.training.debugging.trace_summary import FIRST_ITERATION, REPORT, read_trace, summarize
 from megatrain.training.engine import Engine
 
 
@@ -71,6 +71,25 @@ def test_what_was_launched_before_the_first_profiled_iteration_does_not_count() 
     assert summarize([*TRACE, late], num_steps=1).host_waits == {}
 
 
+def test_waits_are_counted_for_the_reports_of_the_profiled_iterations_alone() -> None:
+    """Iterations 2 and 3 are profiled: while each runs, the one before is read; then 3 is read, and the profiler waits."""
+    events = [span("user_annotation", FIRST_ITERATION, 0, 1)]
+    for at in (100, 200, 290):
+        events += [
+            span("user_annotation", REPORT, at, 80),
+            span("cuda_runtime", "cudaEventSynchronize", at + 1, 70),
+        ]
+        events.append(span("cuda_runtime", "cudaEventSynchronize", at + 75, 1))
+    events += [span("cuda_runtime", "cudaMemcpy", at, 5) for at in (50, 190)]
+    events.append(span("cuda_runtime", "cudaDeviceSynchronize", 380, 5))
+    summary = summarize(events, num_steps=2)
+    assert summary.host_waits == {"cudaEventSynchronize": 4, "cudaMemcpy": 2}
+    waited = summarize(
+        events[:1] + events[4:], num_steps=2
+    )  # the first iteration depended on the report before
+    assert waited.host_waits == summary.host_waits
+
+
 def test_traffic_and_its_exposed_part_are_counted_by_group_if_the_trace_records_it() -> None:
     recorded = {"Collective name": "_reduce_scatter_base", "Group size": 4, "dtype": "Float"}
     recorded["Process Group Description"] = "ep"
@@ -112,6 +131,7 @@ def test_a_run_profiles_the_iterations_that_were_asked_for(
     names = ranges_of(tmp_path / "profile" / "rank0.json.gz")
     assert names.count("optimizer") == 2
     assert names.count("forward") == names.count("backward") > 0
+    assert names.count(REPORT) == 2
 
 
 def test_a_trace_of_another_format_does_not_end_the_run(

@@ -31,9 +31,10 @@ def test_names_are_megatrons() -> None:
         log_timers_to_tensorboard=True, log_memory_to_tensorboard=True, log_throughput=True,
         log_world_size_to_tensorboard=True, log_validation_ppl_to_tensorboard=True,
     )  # fmt: skip
-    found = iteration_scalars({**VALUES, **MEMORY}, logging, world_size=8)
+    found = iteration_scalars({**VALUES, **MEMORY, "decoupled_learning_rate": 2e-4}, logging, world_size=8)
     assert set(found) == {
-        "learning-rate", "batch-size", "lm loss", "grad-norm", "num-zeros", "params-norm", "max-attention-logit", "samples vs steps",
+        "learning-rate", "decoupled-learning-rate", "batch-size", "lm loss", "grad-norm", "num-zeros", "params-norm",
+        "max-attention-logit", "samples vs steps",
         "loss-scale", "world-size", "throughput", "iteration-time", "optimizer-time", "mem-allocated-bytes",
         "mem-reserved-bytes", "mem-max-allocated-bytes",
     }  # fmt: skip
@@ -41,7 +42,7 @@ def test_names_are_megatrons() -> None:
     only_over_iterations = {name for name in found if not is_also_over_samples(name)}
     assert only_over_iterations == {
         "samples vs steps", "throughput", "iteration-time", "optimizer-time", "mem-allocated-bytes",
-        "mem-reserved-bytes", "mem-max-allocated-bytes",
+        "mem-reserved-bytes", "mem-max-allocated-bytes", "decoupled-learning-rate",
     }  # fmt: skip
     evaluation = {"loss": 2.0, "ppl": 7.4}
     assert evaluation_scalars(evaluation, logging, split="valid", dataset=None) == {

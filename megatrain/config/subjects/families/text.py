@@ -156,6 +156,16 @@ def stacks_are_equally_deep(draft: Draft) -> Notes:
         )
 
 
+@note("result")
+def encoders_have_experts(draft: Draft) -> Notes:
+    family, experts = draft.config.model.model_family, draft.config.experts.num_experts
+    if family in MASKED_FAMILIES and experts:
+        yield (
+            f"--num-experts {experts} with --model-family {family}: layers have experts, while Megatron-LM's of BERT and T5 stay"
+            " dense whatever the flag says"
+        )
+
+
 @rule
 def cross_attention_has_all_heads(draft: Draft) -> Problems:
     model = draft.config.model

@@ -143,6 +143,7 @@ T5: Final = Family(
         "decoder.final_layer_norm": "decoder.final_norm",
         "lm_head": "output_layer",
     },
+    copies={"lm_head.weight": "shared.weight"},
     buffers=(
         r"(en|de)coder\.embed_tokens\.weight",
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",

@@ -38,7 +38,7 @@ RUN_ROWS: Final = (
     "dp3 batch12 fullvalidation samples35 cosine",
     "dp2 bf16 resumes asyncsave qwenmoe ep2",
     "dp4 zero1 overlap muon heldout storeddocuments fullvalidation",
-    "tp2 cp2 bert evaluates resumes",
+    "tp2 sp cp2 mixtral ep2 auxloss bert evaluates resumes",
     "dp2 pp2 t5 evalbatch toone",
 )
 """Rows of `--runs`."""

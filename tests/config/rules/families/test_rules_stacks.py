@@ -45,6 +45,13 @@ def test_families_resolve(problems_of, flags):
     assert problems_of(flags) == []
 
 
+@pytest.mark.parametrize("family", [BERT, T5])
+def test_experts_of_a_family_that_is_dense_in_megatron_have_a_note(plan_of, family):
+    (note,) = (note for note in plan_of(f"{family} --num-experts 4").notes if "--num-experts 4 with" in note)
+    assert note.grade == "result"
+    assert not any("--num-experts 4 with" in note for note in plan_of("--num-experts 4").notes)
+
+
 @pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
 def test_a_gpt_of_word_pieces_has_a_note_unless_its_family_is_given(plan_of, kind):
     flags = f"--tokenizer-type {kind} --vocab-file vocab.txt"
