@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -56,6 +59,43 @@ def stored_values(reader: TensorReader) -> dict[str, Tensor]:
         for name, tensor in reader.manifest.tensors.items()
         for kind in tensor.kinds
     }
+
+
+def check_damage(
+    folder: Path,
+    copy: Path,
+    read: Callable[[Path], TensorReader],
+    files: Sequence[str],
+    error: type[Exception],
+    *,
+    num_faults: int,
+    end: Callable[[Path], int] = lambda file: file.stat().st_size,
+) -> None:
+    """Check that reading a copy with a flipped bit or a cut file is an error, or gives the same tensors.
+
+    Args:
+        files: names of the files that are damaged.
+        end: the bytes of a file whose bits are flipped.
+    """
+    expected, generator, found = stored_values(read(folder)), random.Random(0), 0
+    for number in range(num_faults):
+        shutil.copytree(folder, copy)
+        file = copy / generator.choice(files)
+        if number % 10 == 0:
+            os.truncate(file, generator.randrange(file.stat().st_size))
+        else:
+            data = bytearray(file.read_bytes())
+            data[generator.randrange(end(file))] ^= 1 << generator.randrange(8)
+            file.write_bytes(data)
+        try:
+            same = stored_values(read(copy))
+        except error:
+            found += 1
+        else:
+            assert same.keys() == expected.keys(), number
+            assert all(torch.equal(same[name], expected[name]) for name in expected), number
+        shutil.rmtree(copy)
+    assert found > num_faults / 2
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from canonical_weights import tensors_of
+from metrics_files import logged_losses
 from run_here import train_rank
 from safetensors.torch import load_file
 from tiny_models import MODELS, tiny_model, write
@@ -15,7 +17,6 @@ from transformers_reference import (
     TRAINING,
     global_batches,
     greedy_tokens,
-    logged_losses,
     training_losses,
 )
 
@@ -77,7 +78,7 @@ def test_a_layout_s_checkpoint_has_the_model_of_transformers(
     back = tmp_path / "back"
     words = ["--no-compare", "--architecture", MODELS[model][0]]
     assert main(["convert", "megatrain-to-hf", str(run), str(back), *words]) == 0
-    found = {name: one for file in back.glob("*.safetensors") for name, one in load_file(file).items()}
+    found = tensors_of(back)
     expected = load_file(folder / "model.safetensors")
     assert found.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []

@@ -1,7 +1,6 @@
 """Twenty of Megatron-LM's own command lines for GPT that start here train, five each for BERT, T5 and hybrids, and two with images, shrunk to two layers on two ranks."""
 
 import importlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from metrics_files import logged_steps
 from run_here import train_rank
 from tiny_tokenizers import NUM_SENTINELS, WORDS, write_corpus
 
@@ -94,8 +94,7 @@ def test_a_recorded_command_line_trains(
         words += ["--vocab-file", f"{corpus}/vocab.txt", "--data-path", f"{corpus}/corpus"]
         words += ["--lr", "1e-2"]  # the recorded one of 1e-4 changes little in five iterations
     assert pool.run(2, train_on_all, words) == [0, 0], case
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [line for line in lines if "lm_loss" in line]
+    steps = logged_steps(metrics)
     losses = [step["lm_loss"] for step in steps]
     assert [step["iteration"] for step in steps] == [1, 2, 3, 4, 5], case
     assert all(step["grad_norm"] > 0 and not step["skipped"] for step in steps), case

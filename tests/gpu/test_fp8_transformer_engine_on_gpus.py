@@ -4,7 +4,6 @@ Needs a GPU with FP8 tensor cores. All tests run in other processes, see test_tr
 """
 
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from canonical_weights import hash_tensors
+from metrics_files import logged_losses
 from transformer_engine_fp8_stand_in import casting_once
 
 from megatrain.checkpoint.find import newest_valid
@@ -74,8 +74,7 @@ def run(folder: Path, flags: str, *program: str, ranks: int = 1) -> list[float]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
     )  # fmt: skip
     assert done.returncode in (0, 75), done.stdout[-4000:] + done.stderr[-4000:]
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["lm_loss"] for row in rows if "lm_loss" in row]
+    return logged_losses(folder)
 
 
 @pytest.fixture(scope="module")

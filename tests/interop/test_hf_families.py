@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from metrics_files import logged_losses
 from safetensors.torch import load_file, save_file
 from tiny_models import MASKED, MODELS, VOCAB, tiny_model, write
 from torch import Tensor
-from transformers_reference import LEARNING_RATE, TRAINING, global_batches, logged_losses, training_losses
+from transformers_reference import LEARNING_RATE, TRAINING, global_batches, training_losses
 
 import pretrain
 from megatrain.checkpoint.reader import CheckpointReader

@@ -19,6 +19,7 @@ import pytest
 import torch
 from accumulation_orders import SEEDS, AnotherOrder, Numbers, assert_near, assert_within_noise
 from canonical_weights import CopiedWeights
+from metrics_files import logged_steps
 from safetensors.torch import load_file
 from tf32_routers import routers_in_tf32
 from torch import Tensor
@@ -126,8 +127,7 @@ def train(case: str, recordings: Path, folder: Path, *more_flags: str) -> list[d
     metrics.unlink(missing_ok=True)
     with trainer_of(case, recordings, "--metrics-file", str(metrics), *more_flags) as trainer:
         assert trainer.train() == 0
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [line for line in lines if "lm_loss" in line]
+    return logged_steps(metrics)
 
 
 @pytest.fixture(scope="module")

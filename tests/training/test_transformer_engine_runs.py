@@ -1,13 +1,13 @@
 """Runs with Transformer Engine's layers, by a stand-in for the library: checkpoints and changes on resume."""
 
 import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from everyday import one_in
+from metrics_files import logged_losses
 from transformer_engine_fp8_stand_in import casting_once
 from transformer_engine_stand_in import stand_in
 
@@ -40,18 +40,13 @@ def engine() -> Iterator[None]:
         yield
 
 
-def losses(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["lm_loss"] for row in rows if "lm_loss" in row]
-
-
 def run(folder: Path, *implementations: str, changes: str = "") -> list[float]:
     """Run four iterations with each implementation, from one checkpoint to the next; return all losses."""
     for number, implementation in enumerate(implementations, 1):
         flags = [*FLAGS.split(), *changes.split(), "--save", str(folder), "--load", str(folder)]
         code = pretrain.main([*flags, "--transformer-impl", implementation])
         assert code == (ENDED if number == len(implementations) else STOPPED)
-    return losses(folder)
+    return logged_losses(folder)
 
 
 def test_checkpoints_are_shared_by_both_implementations(

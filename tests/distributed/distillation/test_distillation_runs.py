@@ -10,6 +10,7 @@ import pytest
 import torch
 from canonical_weights import hash_tensors
 from everyday import nightly
+from metrics_files import logged_steps
 from run_here import MODEL, train_here, train_rank, trainer_of_command_line
 from tiny_models import tiny_model, write
 from torch.nn import functional as F
@@ -40,9 +41,8 @@ def teacher(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(path: Path) -> list[dict[str, Any]]:
     """Return the losses and norms of the iterations in a metrics file."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
     names = ("iteration", "lm_loss", "kd_losses", "grad_norm")
-    return [{name: line[name] for name in names} for line in lines if "lm_loss" in line]
+    return [{name: line[name] for name in names} for line in logged_steps(path)]
 
 
 def flags_of(folder: Path, teacher: Path | str, *more: str) -> list[str]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from canonical_weights import stored_values
+from metrics_files import logged_steps
 from run_here import train_here
-from test_resume import metrics
 
 from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
@@ -103,4 +103,4 @@ def assert_same(first: TensorReader, other: TensorReader) -> None:
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:
-    return [(line["lm_loss"], line["grad_norm"]) for line in metrics(folder) if "lm_loss" in line]
+    return [(line["lm_loss"], line["grad_norm"]) for line in logged_steps(folder)]

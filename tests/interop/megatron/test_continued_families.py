@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pytest
+from metrics_files import logged_steps
 
 from megatrain.config import ConfigError, parse
 from megatrain.config.schema.data import MASKED_FAMILIES
@@ -103,8 +104,7 @@ def continue_run(families: Path, family: str, load: Path, tmp_path: Path, *more:
         trainer = Trainer(ranks)
         trainer.resume()
         assert trainer.train() == 0
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "lm_loss" in line]
+    return logged_steps(tmp_path)
 
 
 def recorded_lines(families: Path, family: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metrics_files import logged_steps
 from run_helpers import command_line
 
 import pretrain
@@ -24,8 +25,7 @@ def run(folder: Path, exit_code: int, **flags: str) -> None:
 
 
 def losses_of(folder: Path) -> dict[int, Any]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
+    return {line["iteration"]: line["lm_loss"] for line in logged_steps(folder)}
 
 
 def weights_of(folder: Path) -> list[bytes]:
