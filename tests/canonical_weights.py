@@ -14,8 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import DTYPES
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.reader import CheckpointReader, TensorReader
+from megatrain.config.schema.model import ModelConfig
+from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.kernels.quantization.packing import unpack
 from megatrain.kernels.quantization.rounding import dequantize
 from megatrain.parallel.layout import BoxRange, ParamLayout
@@ -34,6 +38,16 @@ class CopiedWeights:
         assert whole.shape == box.piece.shape, box.piece.name
         out.copy_(whole[tuple(slice(*edge) for edge in box.box)])
         self.unused.discard(box.piece.name)
+
+
+def canonical(parameters: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Return Megatron-LM's parameters as canonical tensors."""
+    fused = FusedRows.of(model)
+    return {
+        part.name: torch.cat([tensor[part.place][rows] for rows in part.rows]).view(part.shape)
+        for theirs, tensor in parameters.items()
+        for part in parts_of(theirs, tuple(tensor.shape), fused)
+    }
 
 
 def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:
@@ -59,6 +73,12 @@ def stored_values(reader: TensorReader) -> dict[str, Tensor]:
         for name, tensor in reader.manifest.tensors.items()
         for kind in tensor.kinds
     }
+
+
+def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Check that tensors have the same names and bits."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def check_damage(
@@ -92,10 +112,17 @@ def check_damage(
         except error:
             found += 1
         else:
-            assert same.keys() == expected.keys(), number
-            assert all(torch.equal(same[name], expected[name]) for name in expected), number
+            assert_same_tensors(same, expected)
         shutil.rmtree(copy)
     assert found > num_faults / 2
+
+
+def amaxes(folder: Path) -> dict[str, float]:
+    """Return the newest amaxes of the last checkpoint, by name."""
+    newest = newest_valid(folder)
+    assert newest is not None
+    history = read_manifest(newest.path).state["amax_history"]
+    return {name: entries[0][1] for name, entries in history.items()}
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from canonical_weights import tensors_of
+from canonical_weights import assert_same_tensors, tensors_of
 from metrics_files import logged_losses
 from run_here import train_rank
 from safetensors.torch import load_file
@@ -80,8 +79,7 @@ def test_a_layout_s_checkpoint_has_the_model_of_transformers(
     assert main(["convert", "megatrain-to-hf", str(run), str(back), *words]) == 0
     found = tensors_of(back)
     expected = load_file(folder / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    assert_same_tensors(found, expected)
 
     capsys.readouterr()
     prompt = [29, 5]  # with 15 tokens more, as many as the runs' context has

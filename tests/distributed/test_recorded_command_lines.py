@@ -1,8 +1,7 @@
 """Twenty of Megatron-LM's own command lines for GPT that start here train, five each for BERT, T5 and hybrids, and two with images, shrunk to two layers on two ranks."""
 
-import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,20 +13,11 @@ from tiny_tokenizers import NUM_SENTINELS, WORDS, write_corpus
 
 from megatrain.tools.worker_pool import WorkerPool
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 NUM_LINES = {"gpt": 20, "bert": 5, "t5": 5, "hybrid": 5, "vlm": 2}
 NUM_EVERYDAY = {"gpt": 1, "bert": 1, "t5": 1, "hybrid": 1, "vlm": 0}
 VOCABULARIES = {"gpt": 256, "hybrid": 256, "vlm": 256, "bert": len(WORDS), "t5": len(WORDS) + NUM_SENTINELS}
 NUM_DOCUMENTS = 12_000
 """So many that `--split 99982,9,9` leaves documents for evaluation."""
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[tuple[Any, Any]]:
-    """The modules that read and shrink recorded command lines."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("command_lines"), importlib.import_module("shrink_command_line")
 
 
 @pytest.fixture(scope="module")

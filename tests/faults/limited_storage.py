@@ -199,7 +199,7 @@ def _saved_and_loaded(where: Path, seeds: Seeds, made: BackgroundWriter | None) 
         if made is None:
             save(where, seeds.ranks[2], 20)
         else:
-            made.begin(a_save(where, seeds, 20, 2))
+            made.begin(a_save(where, seeds.ranks[2], 20))
             made.commit()
         outcomes.append("saved")
     except CheckpointError as error:

@@ -173,7 +173,7 @@ def failing_writers(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
                 background(seeds.ranks[2], plan, where) as writer,
                 raises_checkpoint_error(str(where), *expected),
             ):
-                writer.begin(a_save(where, seeds, 20, 2))
+                writer.begin(a_save(where, seeds.ranks[2], 20))
                 writer.commit()
             after_failure(where, seeds, is_cleaned=True)
             return "reported, older checkpoints intact"
@@ -187,7 +187,7 @@ def vanishing_folders(seeds: Seeds, chance: random.Random, folder: Path) -> Kind
 
         def work(where: Path, is_replaced: bool = is_replaced, name: str = name) -> str:
             with background(seeds.ranks[2], None, where) as writer:
-                writer.begin(a_save(where, seeds, 20, 2))
+                writer.begin(a_save(where, seeds.ranks[2], 20))
                 gone = next(where.glob(f"{name}*")) if name else where
                 shutil.rmtree(gone, ignore_errors=True)
                 while gone.exists():  # the writer process was faster with its next file
@@ -299,7 +299,7 @@ def slow_disks(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
             )
             try:
                 start = time.perf_counter()
-                writer.begin(a_save(where, seeds, 20, 2))
+                writer.begin(a_save(where, seeds.ranks[2], 20))
                 stall = time.perf_counter() - start
                 writer.commit()
                 total = time.perf_counter() - start

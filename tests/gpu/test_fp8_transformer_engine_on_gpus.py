@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from canonical_weights import hash_tensors
+from canonical_weights import amaxes, hash_tensors
 from metrics_files import logged_losses
 from transformer_engine_fp8_stand_in import casting_once
 
@@ -140,13 +140,6 @@ def test_a_run_continues_the_history_of_local(tmp_path: Path) -> None:
     run(tmp_path / "mixed", f"{local} --train-iters 12 --exit-interval 8")
     assert run(tmp_path / "mixed", f"{DELAYED} --train-iters 12") == pytest.approx(whole, rel=5e-3)
     assert amaxes(tmp_path / "mixed") == pytest.approx(amaxes(tmp_path / "local"), rel=0.3)
-
-
-def amaxes(folder: Path) -> dict[str, float]:
-    newest = newest_valid(folder)
-    assert newest is not None
-    history = read_manifest(newest.path).state["amax_history"]
-    return {name: entries[0][1] for name, entries in history.items()}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])

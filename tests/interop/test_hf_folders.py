@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from canonical_weights import check_damage, stored_values, tensors_of
+from canonical_weights import assert_same_tensors, check_damage, stored_values, tensors_of
 from hand_made_folders import CONFIGS, LLAMA, LOGITS, TOKENS, VOCAB, made, write_folder
 from safetensors.torch import save_file
 
@@ -38,9 +38,7 @@ def test_logits_are_those_that_transformers_computed(kind: str, tmp_path: Path) 
     assert (found - torch.tensor(LOGITS[kind])).abs().max() < 5e-6
     back = tmp_path / "back"
     assert main(["convert", "megatrain-to-hf", str(tmp_path / "ours"), str(back), "--no-compare"]) == 0
-    found_tensors, expected = tensors_of(back), made(kind)
-    assert found_tensors.keys() == expected.keys()
-    assert all(torch.equal(found_tensors[name], expected[name]) for name in expected)
+    assert_same_tensors(tensors_of(back), made(kind))
 
 
 SIZES = {"num_attention_heads": 2}

@@ -44,8 +44,7 @@ def flags_of(folder: Path, **changed: str | None) -> list[str]:
         "--tokenizer-type": "NullTokenizer",
         "--vocab-size": "100",
     }
-    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    return [word for part in command_line(flags) for word in part.split()]
+    return [word for part in command_line(flags, **changed) for word in part.split()]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 import torch
 from accumulation_orders import SEEDS, AnotherOrder, Numbers, assert_near, assert_within_noise
-from canonical_weights import CopiedWeights
+from canonical_weights import CopiedWeights, canonical
 from metrics_files import logged_steps
 from safetensors.torch import load_file
 from tf32_routers import routers_in_tf32
 from torch import Tensor
 
 from megatrain.config import parse
-from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.tools.parity.measure import gradients_of
 from megatrain.training.launch.ranks import joined_ranks
 from megatrain.training.logging.console import Console, Phases
@@ -101,24 +100,13 @@ def trainer_of(case: str, recordings: Path, *more_flags: str) -> Iterator[Traine
     flags += [] if case == "mock" else ["--vocab-size", "3072"]
     with joined_ranks(parse(flags), Phases(Console(is_quiet=True))) as ranks:
         trainer = Trainer(ranks)
-        weights = CopiedWeights(canonical(f"{case}.weights", recordings, trainer))
+        weights = CopiedWeights(
+            canonical(load_file(recordings / f"{case}.weights.safetensors"), trainer.plan.config.model)
+        )
         trainer.engine.optimizer.fill("weight", weights)
         trainer.engine.optimizer.sync_model_weights()
         assert not weights.unused
         yield trainer
-
-
-def canonical(name: str, recordings: Path, trainer: Trainer) -> dict[str, Tensor]:
-    """Read a file of Megatron-LM's parameters as canonical tensors."""
-    model = trainer.plan.config.model
-    groups = model.num_query_groups or model.num_attention_heads
-    fused = FusedRows(model.num_attention_heads, groups, is_gated=model.swiglu)
-    parameters = load_file(recordings / f"{name}.safetensors")
-    return {
-        part.name: torch.cat([tensor[part.place][rows] for rows in part.rows])
-        for theirs, tensor in parameters.items()
-        for part in parts_of(theirs, tuple(tensor.shape), fused)
-    }
 
 
 def train(case: str, recordings: Path, folder: Path, *more_flags: str) -> list[dict[str, Any]]:
@@ -258,7 +246,9 @@ def test_gradients_of_the_first_iteration_are_the_recorded_ones(case: str, recor
         batches = trainer.batches.train.microbatches(0, 2)
         found = gradients(nullcontext())
         in_orders = [gradients(AnotherOrder(seed)) for seed in SEEDS]
-        expected = canonical(f"{case}.gradients", recordings, trainer)
+        expected = canonical(
+            load_file(recordings / f"{case}.gradients.safetensors"), trainer.plan.config.model
+        )
     assert found.keys() == expected.keys()
     # Of the largest element of all: exact gradients of biases of keys are 0, since softmax ignores what all scores have in common.
     absolute = 1e-10 * float(max(gradient.abs().max() for gradient in expected.values()))

@@ -29,8 +29,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *, max_pending: int, **ch
     flags: dict[str, str | None] = {"--train-iters": "9", "--save": str(folder), "--load": str(folder)}
     flags |= {"--log-interval": "2", "--save-interval": "4", "--eval-interval": "6", "--eval-iters": "1"}
     flags |= {"--log-params-norm": "", "--log-num-zeros-in-grad": "", "--global-batch-size": "4"}
-    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    return pretrain.main(command_line(flags))
+    return pretrain.main(command_line(flags, **changed))
 
 
 def before_step(number: int, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

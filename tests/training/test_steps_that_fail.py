@@ -36,9 +36,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(folder: Path, **changed: str) -> tuple[int, list[dict[str, Any]]]:
     flags: dict[str, str | None] = {"--train-iters": "4", "--save": str(folder), "--log-interval": "4"}
-    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    code = pretrain.main(command_line(flags))
-    return code, logged_lines(folder)
+    return pretrain.main(command_line(flags, **changed)), logged_lines(folder)
 
 
 @pytest.mark.usefixtures("poisoned")

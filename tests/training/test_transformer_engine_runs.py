@@ -6,14 +6,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from canonical_weights import amaxes
 from everyday import one_in
 from metrics_files import logged_losses
 from transformer_engine_fp8_stand_in import casting_once
 from transformer_engine_stand_in import stand_in
 
 import pretrain
-from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.parts import read_manifest
 from megatrain.config.plan import DerivedValue
 from megatrain.config.registry import Derivation
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
@@ -62,14 +61,6 @@ def test_checkpoints_are_shared_by_both_implementations(
 
 DELAYED = "--fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max --fp8-margin 1"
 ENGINE = "transformer_engine"
-
-
-def amaxes(folder: Path) -> dict[str, float]:
-    """Return the newest amaxes of the last checkpoint, by name."""
-    newest = newest_valid(folder)
-    assert newest is not None
-    history = read_manifest(newest.path).state["amax_history"]
-    return {name: entries[0][1] for name, entries in history.items()}
 
 
 def test_both_implementations_continue_the_history_of_delayed_scales(tmp_path: Path) -> None:

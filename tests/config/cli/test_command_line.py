@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatrain import __version__
-from megatrain.config import Origin, docs_reference, parse
+from megatrain.config import Origin, parse
 from megatrain.config.cli.help_text import field_help
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import AUTO, REQUIRED, is_resolved
@@ -204,13 +204,6 @@ def test_help_and_version_print_and_exit(capsys):
     with pytest.raises(SystemExit):
         parse(["--version"])
     assert capsys.readouterr().out == f"megatrain {__version__}\n"
-
-
-def test_the_reference_lists_every_flag():
-    page = docs_reference()
-    assert all(f"| `{setting.flag}` |" in page for setting in settings())
-    assert "| `--on-nan` | one or more values | stop | Response" in page
-    assert "| `--swiglu` | switch | off | Use a gated MLP" in page
 
 
 def test_help_is_quick_and_needs_no_torch():

@@ -20,8 +20,7 @@ BAD_ITERATION = 5
 
 def run(folder: Path, exit_code: int, **flags: str) -> None:
     same: dict[str, str | None] = {"--save": str(folder), "--train-iters": "8", "--save-interval": "2"}
-    given = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
-    assert pretrain.main(command_line({**same, **given})) == exit_code
+    assert pretrain.main(command_line(same, **flags)) == exit_code
 
 
 def losses_of(folder: Path) -> dict[int, Any]:
