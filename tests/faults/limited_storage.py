@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from unittest import mock
 
-from checkpoint_helpers import load, save
+from checkpoint_helpers import a_save, load, save
 
 from faults.case import (
     Seeds,
@@ -32,7 +32,6 @@ from faults.case import (
     unexpected_names,
 )
 from faults.corruptions import run_command
-from faults.crash_states import a_save
 from faults.failed_saves import Kind, after_failure, background, words
 from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.errors import CheckpointError

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
-from checkpoint_helpers import FaultyDisk, Rank, build_ranks, run_ranks, save, small_spec
+from checkpoint_helpers import FaultyDisk, Rank, a_save, build_ranks, run_ranks, save, small_spec
 
 from faults.case import (
     Cases,
@@ -29,7 +29,6 @@ from faults.case import (
     require,
     unexpected_names,
 )
-from faults.crash_states import a_save
 from faults.failed_saves import Kind, Work, after_failure, background, words
 from faults.faulty_runs import check_failing_run, failing_runs
 from faults.killing_disk import KillPlan
