@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import DTYPES
+from megatrain.checkpoint.parts import read_manifest
 from megatrain.checkpoint.reader import CheckpointReader, TensorReader
+from megatrain.config.schema.model import ModelConfig
+from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.kernels.quantization.packing import unpack
 from megatrain.kernels.quantization.rounding import dequantize
 from megatrain.parallel.layout import BoxRange, ParamLayout
@@ -31,6 +38,16 @@ class CopiedWeights:
         assert whole.shape == box.piece.shape, box.piece.name
         out.copy_(whole[tuple(slice(*edge) for edge in box.box)])
         self.unused.discard(box.piece.name)
+
+
+def canonical(parameters: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Return Megatron-LM's parameters as canonical tensors."""
+    fused = FusedRows.of(model)
+    return {
+        part.name: torch.cat([tensor[part.place][rows] for rows in part.rows]).view(part.shape)
+        for theirs, tensor in parameters.items()
+        for part in parts_of(theirs, tuple(tensor.shape), fused)
+    }
 
 
 def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:
@@ -56,6 +73,56 @@ def stored_values(reader: TensorReader) -> dict[str, Tensor]:
         for name, tensor in reader.manifest.tensors.items()
         for kind in tensor.kinds
     }
+
+
+def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Check that tensors have the same names and bits."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def check_damage(
+    folder: Path,
+    copy: Path,
+    read: Callable[[Path], TensorReader],
+    files: Sequence[str],
+    error: type[Exception],
+    *,
+    num_faults: int,
+    end: Callable[[Path], int] = lambda file: file.stat().st_size,
+) -> None:
+    """Check that reading a copy with a flipped bit or a cut file is an error, or gives the same tensors.
+
+    Args:
+        files: names of the files that are damaged.
+        end: the bytes of a file whose bits are flipped.
+    """
+    expected, generator, found = stored_values(read(folder)), random.Random(0), 0
+    for number in range(num_faults):
+        shutil.copytree(folder, copy)
+        file = copy / generator.choice(files)
+        if number % 10 == 0:
+            os.truncate(file, generator.randrange(file.stat().st_size))
+        else:
+            data = bytearray(file.read_bytes())
+            data[generator.randrange(end(file))] ^= 1 << generator.randrange(8)
+            file.write_bytes(data)
+        try:
+            same = stored_values(read(copy))
+        except error:
+            found += 1
+        else:
+            assert_same_tensors(same, expected)
+        shutil.rmtree(copy)
+    assert found > num_faults / 2
+
+
+def amaxes(folder: Path) -> dict[str, float]:
+    """Return the newest amaxes of the last checkpoint, by name."""
+    newest = newest_valid(folder)
+    assert newest is not None
+    history = read_manifest(newest.path).state["amax_history"]
+    return {name: entries[0][1] for name, entries in history.items()}
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

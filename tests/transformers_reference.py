@@ -61,12 +61,6 @@ def training_losses(model: Any, batches: list[tuple[Tensor, Tensor]], *, lr: flo
     return losses
 
 
-def logged_losses(metrics: Path) -> list[float]:
-    """Return the losses of iterations in a metrics file."""
-    lines = map(json.loads, metrics.read_text().splitlines())
-    return [line["lm_loss"] for line in lines if "lm_loss" in line]
-
-
 def greedy_tokens(model: Any, prompt: list[int], *, repetition_penalty: float = 1.0) -> list[int]:
     """Return the tokens after a prompt, most likely first: 15, or up to the end of the document."""
     ids = torch.tensor([prompt])

@@ -179,14 +179,7 @@ def load_weights(
     registry: ParamRegistry, reader: TensorReader, grid: RankGrid, options: ModelOptions
 ) -> None:
     """Allocate the parameters of a registry, and read them."""
-    buffers = allocate_buffers(
-        registry,
-        grid=grid,
-        weight_dtype=options.dtype,
-        grad_dtype=options.dtype,
-        device=options.device,
-        has_gradients=False,
-    )
+    buffers = allocate_buffers(registry, grid=grid, weight_dtype=options.dtype, device=options.device)
     fill_weights(buffers, CheckpointSource(reader, WEIGHT))
     reader.finish()
 

@@ -24,9 +24,8 @@ def allocate_buffers(
     *,
     grid: RankGrid,
     weight_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
+    grad_dtype: torch.dtype | None = None,
     device: torch.device,
-    has_gradients: bool = True,
     keep_full_weights: bool = True,
     keep_full_gradients: bool = True,
     whole_segments: Collection[int] = (),
@@ -36,14 +35,14 @@ def allocate_buffers(
     Args:
         registry: the chunk's parameters.
         grid: the ranks over which optimizer state is sharded, per family.
-        has_gradients: False for inference.
+        grad_dtype: None: no gradients, for inference.
         keep_full_weights, keep_full_gradients: keep full buckets allocated; else only this rank's shards, except
             for a tied embedding, and for scales, which passes write.
         whole_segments: segments whose weights are kept full anyway.
     """
     buckets = cut_buckets(registry, grid)
     shards = [local_shard(bucket, grid.family(bucket.family).shard) for bucket in buckets]
-    weights, gradients = BucketMemory(weight_dtype, device), BucketMemory(grad_dtype, device)
+    weights, gradients = BucketMemory(weight_dtype, device), BucketMemory(grad_dtype or weight_dtype, device)
     buckets_of: dict[int, list[int]] = {}
     for number, (bucket, shard) in enumerate(zip(buckets, shards, strict=True)):
         for user in bucket.users:
@@ -53,15 +52,15 @@ def allocate_buffers(
         is_kept = is_kept or first.segment in whole_segments
         own = slice(shard.start, shard.stop)
         weights.add(bucket.size, own, is_kept_full=is_kept or keep_full_weights)
-        has_own = has_gradients and bucket.is_trained
+        has_own = grad_dtype is not None and bucket.is_trained
         if has_own:
             is_kept = is_kept or keep_full_gradients
             gradients.add(bucket.size, own, is_kept_full=is_kept, overwritten=_first_writes(bucket))
-        elif has_gradients:
+        elif grad_dtype is not None:
             gradients.add(0, slice(0), is_kept_full=True)
         _make_views(bucket, weights.full[number], gradients.full[number] if has_own else None)
         weights.free(number)
-        if has_gradients:
+        if grad_dtype is not None:
             gradients.free(number)
     return FlatBuffers(registry, buckets, shards, buckets_of, weights, gradients)
 

@@ -77,9 +77,7 @@ def random_model(arguments: argparse.Namespace) -> Model:
     spec = describe_model(config.model, config.experts, vocab_size=vocab_size)
     grid = build_grid(GridShape(), 0)
     model = build_model(spec, grid, seq_length=1024, sequence_parallel=False, dtype=dtype, device=device)
-    allocate_buffers(
-        model.registry, grid=grid, weight_dtype=dtype, grad_dtype=dtype, device=device, has_gradients=False
-    )
+    allocate_buffers(model.registry, grid=grid, weight_dtype=dtype, device=device)
     torch.manual_seed(1)
     for segment in model.segments:
         for weight in segment.parameters():

@@ -32,9 +32,7 @@ def main() -> None:
         model.registry,
         grid=grid,
         weight_dtype=torch.bfloat16,
-        grad_dtype=torch.float32,
         device=device,
-        has_gradients=False,
     )
     torch._foreach_add_(buffers.weights.full, 1.0)  # touch every page before the clock starts
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -196,19 +196,31 @@ def save(
     """Save a checkpoint whose state has the iteration, and these values; return the committed folder."""
     kinds = rank.optimizer.kinds if with_optimizer else (WEIGHT,)
     writer = DirectWriter(rank.optimizer, rank.grid, kinds, disk=disk, verifies=verifies)
-    writer.begin(
-        Save(
-            folder,
-            iteration=iteration,
-            consumed_train_samples=8 * iteration,
-            optimizer_step_count=rank.optimizer.step_count,
-            grid=rank.grid,
-            state=training_state(iteration) | (state or {}),
-            config={"training": {"seed": 1}} if config is None else config,
-            disk=disk,
-        )
-    )
+    config = {"training": {"seed": 1}} if config is None else config
+    writer.begin(a_save(folder, rank, iteration, state=state, config=config, disk=disk))
     return writer.commit()
+
+
+def a_save(
+    folder: Path,
+    rank: Rank,
+    iteration: int,
+    *,
+    state: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    disk: Disk | None = None,
+) -> Save:
+    """Return the save of a checkpoint with these values, which a writer begins."""
+    return Save(
+        folder,
+        iteration=iteration,
+        consumed_train_samples=8 * iteration,
+        optimizer_step_count=rank.optimizer.step_count,
+        grid=rank.grid,
+        state=training_state(iteration) | (state or {}),
+        config=config or {},
+        disk=disk,
+    )
 
 
 def load(folder: Path, rank: Rank, **options: Any) -> Loaded:

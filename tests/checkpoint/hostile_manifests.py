@@ -56,6 +56,20 @@ def signed(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content | {"checksum": checksum}, sort_keys=True, separators=(",", ":")).encode()
 
 
+def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
+    """Return an edit that gives the first shard another name, for all its chunks."""
+
+    def edit(content: dict[str, Any]) -> None:
+        content["files"][name] = content["files"].pop("shard_00000.safetensors")
+        for tensor in content["tensors"].values():
+            for stored in tensor["kinds"].values():
+                for chunk in stored["chunks"]:
+                    if chunk["file"] == "shard_00000.safetensors":
+                        chunk["file"] = name
+
+    return edit
+
+
 def changed(content: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
     """A copy with another value at the path; MISSING removes it."""
     result = copy.deepcopy(dict(content))

@@ -17,6 +17,7 @@ import torch
 from canonical_weights import hash_tensors
 from checkpoint_helpers import (
     Rank,
+    a_save,
     assert_same,
     build_ranks,
     load,
@@ -24,7 +25,6 @@ from checkpoint_helpers import (
     run_ranks,
     save,
     small_spec,
-    training_state,
 )
 from everyday import nightly
 
@@ -33,7 +33,6 @@ from megatrain.checkpoint import background
 from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.reader import verify
-from megatrain.checkpoint.save import Save
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.storage.disk import Disk
 
@@ -75,18 +74,6 @@ def make_writer() -> Iterator[Callable[..., BackgroundWriter]]:
     yield make
     for writer in made:
         writer.close()
-
-
-def a_save(folder: Path, rank: Rank, iteration: int) -> Save:
-    return Save(
-        folder,
-        iteration=iteration,
-        consumed_train_samples=8 * iteration,
-        optimizer_step_count=rank.optimizer.step_count,
-        grid=rank.grid,
-        state=training_state(iteration),
-        config={},
-    )
 
 
 def test_changes_after_the_begin_are_not_saved(

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from checkpoint_helpers import (
     write_tensors,
 )
 from everyday import one_in
+from hostile_manifests import rename_file, signed
 
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.find import find_checkpoints, newest_valid
@@ -210,22 +210,8 @@ def edited(new: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     """A changed manifest with a valid checksum, as a program could write it."""
     file = new / "manifest.json"
     content = json.loads(file.read_text())
-    del content["checksum"]
     edit(content)
-    content["checksum"] = zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    file.write_text(json.dumps(content))
-
-
-def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
-    def edit(content: dict[str, Any]) -> None:
-        content["files"][name] = content["files"].pop("shard_00000.safetensors")
-        for tensor in content["tensors"].values():
-            for stored in tensor["kinds"].values():
-                for chunk in stored["chunks"]:
-                    if chunk["file"] == "shard_00000.safetensors":
-                        chunk["file"] = name
-
-    return edit
+    file.write_bytes(signed(content))
 
 
 def first_tensor(content: dict[str, Any]) -> dict[str, Any]:

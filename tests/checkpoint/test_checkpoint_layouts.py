@@ -186,14 +186,7 @@ def test_weights_load_for_inference(tmp_path: Path) -> None:
         device=CPU,
     )
     grid = build_grid(ONE, 0)
-    buffers = allocate_buffers(
-        model.registry,
-        grid=grid,
-        weight_dtype=torch.bfloat16,
-        grad_dtype=torch.float32,
-        device=CPU,
-        has_gradients=False,
-    )
+    buffers = allocate_buffers(model.registry, grid=grid, weight_dtype=torch.bfloat16, device=CPU)
     with CheckpointReader(path) as reader:
         fill_weights(buffers, CheckpointSource(reader, "weight"))
         reader.finish()

@@ -204,21 +204,6 @@ def test_reading_an_invalid_value_raises():
     assert config.with_values({"model.hidden_size": 64}).raw("model.num_layers") is INVALID
 
 
-def test_rules_are_named_and_listed_once():
-    assert len({rule.name for rule in RULES}) == len(RULES)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--sequence-parallel", "--tensor-model-parallel-size 1"),
-        ("--exit-interval 5", "--save"),
-    ],
-)
-def test_notes_report_what_is_not_an_error(plan_of, flags, words):
-    assert any(words in note for note in plan_of(flags, facts=Facts(world_size=2)).notes)
-
-
 def test_left_over_samples_are_noted(plan_of):
     (note,) = plan_of("--train-samples 21", without="--train-iters").notes
     assert "the last 1 of --train-samples 21" in note

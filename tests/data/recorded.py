@@ -13,7 +13,7 @@ from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.indexed.writer import IndexedWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())
@@ -57,3 +57,11 @@ def write_dataset(
         for document in documents:
             writer.add_document(document)
     return IndexedDataset(prefix)
+
+
+def check_recorded(prefix: Path | str, recorded: Mapping[str, Any]) -> None:
+    """Check that the files of a dataset have the recorded sizes and digests."""
+    for suffix in ("bin", "idx"):
+        content = Path(f"{prefix}.{suffix}").read_bytes()
+        assert len(content) == recorded[f"{suffix}_bytes"]
+        assert hashlib.sha256(content).hexdigest() == recorded[f"{suffix}_sha256"]

@@ -1,6 +1,5 @@
 """Train inside the ranks of a worker pool, without the seconds that `pretrain.py` takes to start."""
 
-import json
 import os
 import signal
 import threading
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from metrics_files import logged_lines
 
 from megatrain.config import parse, resolve
 from megatrain.config.environment import LaunchEnvironment
@@ -137,7 +137,7 @@ NOT_REPRODUCIBLE = (
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of `metrics.jsonl` without times."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = logged_lines(folder)
     return [{key: value for key, value in line.items() if key not in NOT_REPRODUCIBLE} for line in lines]
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from canonical_weights import hash_tensors
 from everyday import one_in
+from metrics_files import logged_lines
 from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, metrics, train_here
 from test_resume import EACH_LAYOUT, STATE_KINDS
 
@@ -223,7 +224,7 @@ def test_times_of_saves_are_in_the_metrics_and_in_the_status(
 ) -> None:
     flags = [*LAYOUTS["tp2"][1], *SHORT, *folder_flags(tmp_path), *flags, "--train-iters", "15"]
     assert pool.run(2, train_here, flags) == [0, 0]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = logged_lines(tmp_path)
     found = {line["iteration"]: line["save"] for line in lines if line.get("save") is not None}
     last = status(tmp_path)["last_save"]
     assert [save["iteration"] for save in [*found.values(), last]] == [4, 8, 12, 15]

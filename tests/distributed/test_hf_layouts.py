@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
+from canonical_weights import assert_same_tensors, tensors_of
+from metrics_files import logged_losses
 from run_here import train_rank
 from safetensors.torch import load_file
 from tiny_models import MODELS, tiny_model, write
@@ -15,7 +16,6 @@ from transformers_reference import (
     TRAINING,
     global_batches,
     greedy_tokens,
-    logged_losses,
     training_losses,
 )
 
@@ -77,10 +77,9 @@ def test_a_layout_s_checkpoint_has_the_model_of_transformers(
     back = tmp_path / "back"
     words = ["--no-compare", "--architecture", MODELS[model][0]]
     assert main(["convert", "megatrain-to-hf", str(run), str(back), *words]) == 0
-    found = {name: one for file in back.glob("*.safetensors") for name, one in load_file(file).items()}
+    found = tensors_of(back)
     expected = load_file(folder / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    assert_same_tensors(found, expected)
 
     capsys.readouterr()
     prompt = [29, 5]  # with 15 tokens more, as many as the runs' context has

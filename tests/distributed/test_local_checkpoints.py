@@ -15,6 +15,7 @@ import pytest
 import torch
 from canonical_weights import hash_tensors
 from everyday import one_in
+from metrics_files import logged_steps
 from run_here import MODEL, folder_flags, trainer_of_command_line
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -86,8 +87,7 @@ def files(folder: Path) -> list[str]:
 
 
 def metrics(folder: Path) -> list[tuple[float, float]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(line["lm_loss"], line["grad_norm"]) for line in lines if "lm_loss" in line]
+    return [(line["lm_loss"], line["grad_norm"]) for line in logged_steps(folder)]
 
 
 def unbroken(pool: WorkerPool, folder: Path, *flags: str) -> Path:

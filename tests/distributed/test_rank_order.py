@@ -1,17 +1,12 @@
 """The order in which ranks are numbered changes the process groups but no result."""
 
-import json
 from pathlib import Path
 
 import pytest
+from metrics_files import logged_losses
 from run_here import LAYOUTS, train_here
 
 from megatrain.tools.worker_pool import WorkerPool
-
-
-def losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["lm_loss"] for line in lines if "lm_loss" in line]
 
 
 @pytest.mark.nightly
@@ -21,6 +16,6 @@ def test_stages_before_replicas_train_to_the_same_losses(pool: WorkerPool, tmp_p
     for name, more in (("replicas first", []), ("stages first", ["--use-tp-pp-dp-mapping"])):
         folder = tmp_path / name
         assert set(pool.run(world_size, train_here, [*flags, *more, "--save", str(folder)])) == {0}
-        found.append(losses(folder))
+        found.append(logged_losses(folder))
     assert len(found[0]) == 20
     assert found[1] == pytest.approx(found[0], rel=1e-12)

@@ -1,33 +1,23 @@
 """Twenty of Megatron-LM's own command lines for GPT that start here train, five each for BERT, T5 and hybrids, and two with images, shrunk to two layers on two ranks."""
 
-import importlib
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from metrics_files import logged_steps
 from run_here import train_rank
 from tiny_tokenizers import NUM_SENTINELS, WORDS, write_corpus
 
 from megatrain.tools.worker_pool import WorkerPool
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 NUM_LINES = {"gpt": 20, "bert": 5, "t5": 5, "hybrid": 5, "vlm": 2}
 NUM_EVERYDAY = {"gpt": 1, "bert": 1, "t5": 1, "hybrid": 1, "vlm": 0}
 VOCABULARIES = {"gpt": 256, "hybrid": 256, "vlm": 256, "bert": len(WORDS), "t5": len(WORDS) + NUM_SENTINELS}
 NUM_DOCUMENTS = 12_000
 """So many that `--split 99982,9,9` leaves documents for evaluation."""
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[tuple[Any, Any]]:
-    """The modules that read and shrink recorded command lines."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("command_lines"), importlib.import_module("shrink_command_line")
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +84,7 @@ def test_a_recorded_command_line_trains(
         words += ["--vocab-file", f"{corpus}/vocab.txt", "--data-path", f"{corpus}/corpus"]
         words += ["--lr", "1e-2"]  # the recorded one of 1e-4 changes little in five iterations
     assert pool.run(2, train_on_all, words) == [0, 0], case
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [line for line in lines if "lm_loss" in line]
+    steps = logged_steps(metrics)
     losses = [step["lm_loss"] for step in steps]
     assert [step["iteration"] for step in steps] == [1, 2, 3, 4, 5], case
     assert all(step["grad_norm"] > 0 and not step["skipped"] for step in steps), case

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from canonical_weights import hash_tensors
 from everyday import only
+from metrics_files import logged_losses
 from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, metrics, train_here
 
 from megatrain.checkpoint.find import newest_valid
@@ -98,8 +99,8 @@ def load_and_save(rank: int, world_size: int, flags: list[str], folder: str) -> 
 
 @pytest.mark.parametrize("name", EACH_LAYOUT[1:])
 def test_losses_of_all_layouts_agree(unbroken: UnbrokenRuns, name: str) -> None:
-    alone = [line["lm_loss"] for line in metrics(unbroken["one process"]) if "lm_loss" in line]
-    found = [line["lm_loss"] for line in metrics(unbroken[name]) if "lm_loss" in line]
+    alone = logged_losses(unbroken["one process"])
+    found = logged_losses(unbroken[name])
     assert found == pytest.approx(alone, rel=2e-5)
 
 
@@ -119,7 +120,7 @@ def test_a_model_with_dropout_resumes_under_another_layout_with_the_same_losses(
     assert set(pool.run(1, train_here, [*GPT2, *folder_flags(cut), "--exit-interval", "10"])) == {75}
     world_size, flags = LAYOUTS["tp2 dp2 pp2"]
     assert set(pool.run(world_size, train_here, [*GPT2, *flags, *folder_flags(cut)])) == {0}
-    expected, found = ([line["lm_loss"] for line in metrics(x) if "lm_loss" in line] for x in (whole, cut))
+    expected, found = map(logged_losses, (whole, cut))
     assert len(found) == 20
     assert found == pytest.approx(expected, rel=2e-5)
     assert found[:10] == expected[:10]

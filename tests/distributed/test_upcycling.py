@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from metrics_files import logged_losses
 from run_here import folder_flags, train_here
-from test_resume import metrics
 from torch import Tensor
 
 from megatrain.checkpoint.reader import CheckpointSource
@@ -22,10 +22,6 @@ CUBIC = "--no-swiglu --squared-relu".split()
 """With a squared activation the parts of a copy sum to the MLP exactly; a gate makes that an approximation."""
 PARTS = "--moe-ffn-hidden-size 24 --moe-upcycling-granularity 2".split()
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split()
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["lm_loss"] for line in metrics(folder) if "lm_loss" in line]
 
 
 @pytest.mark.parametrize(
@@ -47,12 +43,14 @@ def test_an_upcycled_model_starts_with_the_loss_of_the_dense_one(
     assert train("dense", 1, *stop) == {75}
     assert train("finetuned", 1, *start) == {75}
     assert train("upcycled", 2, *start, *EXPERTS, *flags) == {75}
-    dense, finetuned, upcycled = (losses(tmp_path / name) for name in ("dense", "finetuned", "upcycled"))
+    dense, finetuned, upcycled = (
+        logged_losses(tmp_path / name) for name in ("dense", "finetuned", "upcycled")
+    )
     assert upcycled[0] == pytest.approx(finetuned[0], rel=1e-6)
     assert upcycled[0] < 0.99 * dense[0]
     assert upcycled[2] != finetuned[2]  # experts get different gradients
     assert train("upcycled", 2, *start, *EXPERTS, *flags, "--exit-interval", "5") == {75}
-    assert len(losses(tmp_path / "upcycled")) == 5  # the same flags resume the run
+    assert len(logged_losses(tmp_path / "upcycled")) == 5  # the same flags resume the run
 
 
 class Numbers:

@@ -1,11 +1,11 @@
 """--lr-decay-style my_schedule.py:cubic, the example of docs/training.md: trained on two ranks, planned, resumed and changed."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from forked_job import ForkedJob
+from metrics_files import logged_steps
 from user_files import write_example
 
 RUN = (
@@ -30,8 +30,7 @@ def run(folder: Path, flags: str, *, num_ranks: int = 1) -> tuple[int, str]:
 
 
 def rates(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["learning_rate"] for line in lines if "lm_loss" in line]
+    return [line["learning_rate"] for line in logged_steps(folder)]
 
 
 def test_a_schedule_in_a_file_of_the_user_s_own(tmp_path: Path, file: Path) -> None:

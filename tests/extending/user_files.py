@@ -1,10 +1,10 @@
 """The user's own files of docs/extending.md, and runs of `pretrain.py` that use them."""
 
-import json
 import re
 from pathlib import Path
 
 from forked_job import ForkedJob
+from metrics_files import logged_lines
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = (
@@ -44,8 +44,7 @@ def losses(folder: Path, flags: str, num_ranks: int = 1) -> dict[str, float]:
     """Train; return the loss of each iteration and each evaluation."""
     metrics = folder / "metrics.jsonl"
     train(folder, f"{flags} --metrics-file {metrics}", num_ranks)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return {
         f"{line.get('validation', 'train')} {line['iteration']}": line.get("loss", line.get("lm_loss"))
-        for line in lines
+        for line in logged_lines(metrics)
     }

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_helpers import build_ranks, run_ranks, save, small_spec, training_state
+from checkpoint_helpers import a_save, build_ranks, run_ranks, save, small_spec
 
 from faults.case import (
     Cases,
@@ -31,10 +31,8 @@ from faults.case import (
 from faults.power import CONTENT_MODES, Operation, Record, Recorder, read_log
 from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.retention import Retention, remove_older
-from megatrain.checkpoint.save import Save
 from megatrain.config.errors import NoCheckpointError
 from megatrain.parallel.rank_lists import GridShape
-from megatrain.storage.disk import Disk
 
 _ROOT = Path(__file__).parents[2]
 SAVE = Path("runs/save")
@@ -228,7 +226,7 @@ def in_background(root: Path, seeds: Seeds) -> Sequence[Operation]:
         writer = BackgroundWriter(rank.optimizer, rank.grid, rank.optimizer.kinds, program=program)
         try:
             disk.note("begin", iteration, seed)
-            writer.begin(a_save(root / SAVE, seeds, iteration, seed, disk))
+            writer.begin(a_save(root / SAVE, rank, iteration, disk=disk))
             while not writer.is_ready:
                 pass
             disk.operations += read_log(log)
@@ -237,20 +235,6 @@ def in_background(root: Path, seeds: Seeds) -> Sequence[Operation]:
         finally:
             writer.close()
     return disk.operations
-
-
-def a_save(folder: Path, seeds: Seeds, iteration: int, seed: int, disk: Disk | None = None) -> Save:
-    rank = seeds.ranks[seed]
-    return Save(
-        folder,
-        iteration=iteration,
-        consumed_train_samples=8 * iteration,
-        optimizer_step_count=rank.optimizer.step_count,
-        grid=rank.grid,
-        state=training_state(iteration),
-        config={},
-        disk=disk,
-    )
 
 
 class _FailsOnce(Recorder):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_helpers import save
-from hostile_manifests import HostileManifest, hostile_manifests, nested, signed
+from hostile_manifests import HostileManifest, hostile_manifests, nested, rename_file, signed
 from test_hostile_manifests import FLAGS, STATE, outcome
 
 from faults.case import Cases, Seeds, judge, require
@@ -173,15 +173,7 @@ def _edit(reason: str, edit: Callable[[dict[str, Any]], Any]) -> Harm:
 
 def _named(name: str) -> Harm:
     """Let the manifest name another file for all chunks of a shard."""
-
-    def edit(content: dict[str, Any]) -> None:
-        content["files"][name] = content["files"].pop(SHARD)
-        for tensor in content["tensors"].values():
-            for stored in tensor["kinds"].values():
-                for chunk in stored["chunks"]:
-                    chunk["file"] = name
-
-    return _edit(MANIFEST_NAME, edit)
+    return _edit(MANIFEST_NAME, rename_file(name))
 
 
 def _header(header: bytes, num_bytes: int | None = None) -> Harm:

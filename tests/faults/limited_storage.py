@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from unittest import mock
 
-from checkpoint_helpers import load, save
+from checkpoint_helpers import a_save, load, save
 
 from faults.case import (
     Seeds,
@@ -32,7 +32,6 @@ from faults.case import (
     unexpected_names,
 )
 from faults.corruptions import run_command
-from faults.crash_states import a_save
 from faults.failed_saves import Kind, after_failure, background, words
 from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.errors import CheckpointError
@@ -199,7 +198,7 @@ def _saved_and_loaded(where: Path, seeds: Seeds, made: BackgroundWriter | None) 
         if made is None:
             save(where, seeds.ranks[2], 20)
         else:
-            made.begin(a_save(where, seeds, 20, 2))
+            made.begin(a_save(where, seeds.ranks[2], 20))
             made.commit()
         outcomes.append("saved")
     except CheckpointError as error:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
-from checkpoint_helpers import FaultyDisk, Rank, build_ranks, run_ranks, save, small_spec
+from checkpoint_helpers import FaultyDisk, Rank, a_save, build_ranks, run_ranks, save, small_spec
 
 from faults.case import (
     Cases,
@@ -29,7 +29,6 @@ from faults.case import (
     require,
     unexpected_names,
 )
-from faults.crash_states import a_save
 from faults.failed_saves import Kind, Work, after_failure, background, words
 from faults.faulty_runs import check_failing_run, failing_runs
 from faults.killing_disk import KillPlan
@@ -173,7 +172,7 @@ def failing_writers(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
                 background(seeds.ranks[2], plan, where) as writer,
                 raises_checkpoint_error(str(where), *expected),
             ):
-                writer.begin(a_save(where, seeds, 20, 2))
+                writer.begin(a_save(where, seeds.ranks[2], 20))
                 writer.commit()
             after_failure(where, seeds, is_cleaned=True)
             return "reported, older checkpoints intact"
@@ -187,7 +186,7 @@ def vanishing_folders(seeds: Seeds, chance: random.Random, folder: Path) -> Kind
 
         def work(where: Path, is_replaced: bool = is_replaced, name: str = name) -> str:
             with background(seeds.ranks[2], None, where) as writer:
-                writer.begin(a_save(where, seeds, 20, 2))
+                writer.begin(a_save(where, seeds.ranks[2], 20))
                 gone = next(where.glob(f"{name}*")) if name else where
                 shutil.rmtree(gone, ignore_errors=True)
                 while gone.exists():  # the writer process was faster with its next file
@@ -299,7 +298,7 @@ def slow_disks(seeds: Seeds, chance: random.Random, folder: Path) -> Kind:
             )
             try:
                 start = time.perf_counter()
-                writer.begin(a_save(where, seeds, 20, 2))
+                writer.begin(a_save(where, seeds.ranks[2], 20))
                 stall = time.perf_counter() - start
                 writer.commit()
                 total = time.perf_counter() - start

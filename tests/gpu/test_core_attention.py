@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 import torch
-from attention_heads import DTYPES, MAX_ERRORS, head_sizes_of
+from kernel_reference import DTYPES, MAX_ERRORS, head_sizes_of
 
 from megatrain.config.model_spec.attention import AttentionSpec
 from megatrain.kernels.attention.eager import EagerAttention

@@ -49,10 +49,7 @@ def cached(name: str) -> CachedModel:
     model = build_model(
         spec, grid, seq_length=SEQ, sequence_parallel=False, dtype=torch.bfloat16, device=device
     )
-    allocate_buffers(
-        model.registry, grid=grid, weight_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, device=device,
-        has_gradients=False,
-    )  # fmt: skip
+    allocate_buffers(model.registry, grid=grid, weight_dtype=torch.bfloat16, device=device)
     torch.manual_seed(1)
     for segment in model.segments:
         for weight in segment.parameters():

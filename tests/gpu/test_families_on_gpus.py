@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from metrics_files import logged_losses
 
 from megatrain.data.indexed.writer import IndexedWriter
 
@@ -44,7 +44,6 @@ def test_fused_attention_trains_as_eager_attention(family: str, tmp_path: Path) 
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert ("Triton kernel" in ended.stdout) == (kernel == "auto")
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        losses.append([line["lm_loss"] for line in lines if "lm_loss" in line])
+        losses.append(logged_losses(metrics))
     assert losses[0] == pytest.approx(losses[1], rel=3e-3)
     assert losses[0][-1] < losses[0][0] - 0.1

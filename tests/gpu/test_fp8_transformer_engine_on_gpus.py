@@ -4,7 +4,6 @@ Needs a GPU with FP8 tensor cores. All tests run in other processes, see test_tr
 """
 
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from canonical_weights import hash_tensors
+from canonical_weights import amaxes, hash_tensors
+from metrics_files import logged_losses
 from transformer_engine_fp8_stand_in import casting_once
 
 from megatrain.checkpoint.find import newest_valid
@@ -74,8 +74,7 @@ def run(folder: Path, flags: str, *program: str, ranks: int = 1) -> list[float]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
     )  # fmt: skip
     assert done.returncode in (0, 75), done.stdout[-4000:] + done.stderr[-4000:]
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["lm_loss"] for row in rows if "lm_loss" in row]
+    return logged_losses(folder)
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +140,6 @@ def test_a_run_continues_the_history_of_local(tmp_path: Path) -> None:
     run(tmp_path / "mixed", f"{local} --train-iters 12 --exit-interval 8")
     assert run(tmp_path / "mixed", f"{DELAYED} --train-iters 12") == pytest.approx(whole, rel=5e-3)
     assert amaxes(tmp_path / "mixed") == pytest.approx(amaxes(tmp_path / "local"), rel=0.3)
-
-
-def amaxes(folder: Path) -> dict[str, float]:
-    newest = newest_valid(folder)
-    assert newest is not None
-    history = read_manifest(newest.path).state["amax_history"]
-    return {name: entries[0][1] for name, entries in history.items()}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_heads import MAX_ERRORS
+from kernel_reference import MAX_ERRORS
 
 import pretrain
 from megatrain.config.model_spec.attention import AttentionSpec

@@ -1,13 +1,13 @@
 """Tests that need a GPU: the CPU's initial weights, training equal to the CPU's within rounding, speed metrics."""
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from metrics_files import logged_steps
 
 import pretrain
 from megatrain.config import Facts, parse, resolve
@@ -197,9 +197,7 @@ def test_a_run_shows_speed_memory_and_times(tmp_path: Path, capsys: pytest.Captu
     assert "throughput per GPU (TFLOP/s/GPU): " in out
     assert "> speed: " in out
     assert "tokens/s/GPU: " in out
-    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "lm_loss" in row]
-    for step in steps:
+    for step in logged_steps(tmp_path):
         assert step["max_memory_bytes"] >= step["memory_bytes"] > 0
         assert step["reserved_memory_bytes"] >= step["memory_bytes"]
         assert sum(step["timers"].values()) <= step["iteration_ms"]

@@ -57,10 +57,7 @@ def _model(name: str) -> Model:
     kind = {"dtype": torch.float64, "device": torch.device("cpu")}
     grid = build_grid(GridShape(), 0)
     model = build_model(spec, grid, seq_length=SEQ, sequence_parallel=False, **kind)
-    buffers = allocate_buffers(
-        model.registry, grid=grid, weight_dtype=torch.float64, grad_dtype=torch.float64,
-        device=torch.device("cpu"), has_gradients=False,
-    )  # fmt: skip
+    buffers = allocate_buffers(model.registry, grid=grid, weight_dtype=kind["dtype"], device=kind["device"])
     fill_weights(buffers, InitialWeights(3))
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():

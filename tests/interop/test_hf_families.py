@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from canonical_weights import assert_same_tensors, tensors_of
+from metrics_files import logged_losses
+from safetensors.torch import save_file
 from tiny_models import MASKED, MODELS, VOCAB, tiny_model, write
 from torch import Tensor
-from transformers_reference import LEARNING_RATE, TRAINING, global_batches, logged_losses, training_losses
+from transformers_reference import LEARNING_RATE, TRAINING, global_batches, training_losses
 
 import pretrain
 from megatrain.checkpoint.reader import CheckpointReader
@@ -72,23 +74,11 @@ every_model = pytest.mark.parametrize(
 )
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
-
-
 def logits_here(checkpoint: Path, tokens: Tensor) -> list[Tensor]:
     with CheckpointReader(checkpoint) as reader:
         options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
         model = build_stored_model(reader, options, vocab_size=VOCAB)
     return logits_of_heads(model, tokens)
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @every_model
@@ -112,7 +102,7 @@ def test_a_model_has_the_same_logits_here_and_comes_back(
     output = capsys.readouterr().out
     assert "largest error" in output
     assert "not read" not in output, output
-    assert_same(tensors(back), tensors(source))
+    assert_same_tensors(tensors_of(back), tensors_of(source))
 
 
 def steps_here(folder: Path, tmp_path: Path) -> list[float]:
@@ -202,7 +192,7 @@ def test_experts_in_mxfp4_are_read_as_transformers_decodes_them(tmp_path: Path) 
     kind, settings = MODELS["gpt-oss"]
     config = getattr(transformers, kind).config_class(**{**settings, "intermediate_size": 32})
     source = write(getattr(transformers, kind)(config).float(), tmp_path / "theirs")
-    expected = tensors(source)
+    expected = tensors_of(source)
     stored, generator = dict(expected), torch.Generator().manual_seed(3)
     for name in [name for name in expected if name.endswith("_proj") and ".experts." in name]:
         experts, columns, rows = stored.pop(name).shape
@@ -217,14 +207,14 @@ def test_experts_in_mxfp4_are_read_as_transformers_decodes_them(tmp_path: Path) 
     (source / "config.json").write_text(json.dumps(keys))
     assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
     assert main(["convert", "megatrain-to-hf", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
-    assert_same(tensors(tmp_path / "back"), expected)
+    assert_same_tensors(tensors_of(tmp_path / "back"), expected)
 
 
 def test_layers_of_multi_token_prediction_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tiny_model("DeepSeek-V3"), tmp_path / "theirs")
-    found = tensors(source)
+    found = tensors_of(source)
     extra = {f"model.layers.4.{name}": torch.ones(3) for name in ("eh_proj.weight", "enorm.weight")}
     save_file(found | extra, source / "model.safetensors", metadata={"format": "pt"})
     keys = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}

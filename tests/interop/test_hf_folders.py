@@ -1,16 +1,15 @@
 """Folders of transformers, without that library: recorded logits, names, vocabulary, dtypes, and files that are wrong or hostile."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from canonical_weights import assert_same_tensors, check_damage, stored_values, tensors_of
 from hand_made_folders import CONFIGS, LLAMA, LOGITS, TOKENS, VOCAB, made, write_folder
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import ConfigError
@@ -27,14 +26,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("theirs") / "llama", made("llama"), LLAMA, num_files=2)
 
 
-def whole(reader: HfCheckpoint) -> dict[str, Tensor]:
-    return {name: reader.values(name, tensor.shape) for name, tensor in reader.manifest.tensors.items()}
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logits_are_those_that_transformers_computed(kind: str, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "theirs", made(kind), CONFIGS[kind])
@@ -47,9 +38,7 @@ def test_logits_are_those_that_transformers_computed(kind: str, tmp_path: Path) 
     assert (found - torch.tensor(LOGITS[kind])).abs().max() < 5e-6
     back = tmp_path / "back"
     assert main(["convert", "megatrain-to-hf", str(tmp_path / "ours"), str(back), "--no-compare"]) == 0
-    found_tensors, expected = tensors(back), made(kind)
-    assert found_tensors.keys() == expected.keys()
-    assert all(torch.equal(found_tensors[name], expected[name]) for name in expected)
+    assert_same_tensors(tensors_of(back), made(kind))
 
 
 SIZES = {"num_attention_heads": 2}
@@ -80,13 +69,15 @@ def test_files_without_the_prefix_and_with_masks_are_read(tmp_path: Path) -> Non
     plain = {name.removeprefix("transformer."): tensor for name, tensor in made("gpt2").items()}
     plain["h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.uint8)
     reader = HfCheckpoint(write_folder(tmp_path / "theirs", plain, CONFIGS["gpt2"]))
-    assert torch.equal(whole(reader)["decoder.final_norm.weight"], plain["ln_f.weight"])
+    assert torch.equal(stored_values(reader)["weight/decoder.final_norm.weight"], plain["ln_f.weight"])
 
 
 def test_rows_of_the_vocabulary_can_be_left_out(llama: Path) -> None:
     reader = HfCheckpoint(llama, vocab_size=20)
     assert reader.manifest.tensors["output_layer.weight"].shape == (20, 16)
-    assert torch.equal(whole(reader)["output_layer.weight"], made("llama")["lm_head.weight"][:20])
+    assert torch.equal(
+        stored_values(reader)["weight/output_layer.weight"], made("llama")["lm_head.weight"][:20]
+    )
     with pytest.raises(ConfigError, match="has 23 rows"):
         HfCheckpoint(llama, vocab_size=24)
 
@@ -191,7 +182,7 @@ def test_links_of_the_hub_s_cache_are_followed(llama: Path, tmp_path: Path) -> N
     for number, file in enumerate(llama.iterdir()):
         shutil.copy(file, blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    assert whole(HfCheckpoint(snapshot)).keys() == whole(HfCheckpoint(llama)).keys()
+    assert stored_values(HfCheckpoint(snapshot)).keys() == stored_values(HfCheckpoint(llama)).keys()
 
 
 def test_integers_are_no_weights(tmp_path: Path) -> None:
@@ -201,29 +192,15 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
 
 
 def test_damage_is_found_or_harmless(llama: Path, tmp_path: Path) -> None:
-    """Flipped bits of headers, index and config.json, and cut files, lead to a clear error, or to the same tensors."""
-    expected, generator, found = whole(HfCheckpoint(llama)), random.Random(0), 0
-    for number in range(200):
-        copy = Path(shutil.copytree(llama, tmp_path / "copy"))
-        file = generator.choice(sorted(copy.iterdir()))
-        data = bytearray(file.read_bytes())
+    def end_of_header(file: Path) -> int:
+        """Return the bytes before the weights, which have no checksum."""
         is_weights = file.suffix == ".safetensors"
-        last = 8 + int.from_bytes(data[:8], "little") if is_weights else len(data)
-        place = generator.randrange(last)
-        if number % 10 == 0:
-            del data[generator.randrange(len(data)) :]
-        else:
-            data[place] ^= 1 << generator.randrange(8)
-        file.write_bytes(data)
-        try:
-            same = whole(HfCheckpoint(copy))
-        except ConfigError:  # ends with exit code 2
-            found += 1
-        else:
-            assert same.keys() == expected.keys(), number
-            assert all(torch.equal(same[name], expected[name]) for name in expected), number
-        shutil.rmtree(copy)
-    assert found > 100
+        return 8 + int.from_bytes(file.read_bytes()[:8], "little") if is_weights else file.stat().st_size
+
+    files = sorted(path.name for path in llama.iterdir())
+    check_damage(
+        llama, tmp_path / "copy", HfCheckpoint, files, ConfigError, num_faults=200, end=end_of_header
+    )
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -235,7 +212,7 @@ def test_an_export_has_the_requested_dtype_and_files(
     words = ["--dtype", dtype, "--max-file-gb", "0.000003", "--no-compare"]
     assert main(["convert", "megatrain-to-hf", str(tmp_path / "ours"), str(back), *words]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
-    found, index = tensors(back), json.loads((back / "model.safetensors.index.json").read_text())
+    found, index = tensors_of(back), json.loads((back / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert all(torch.equal(found[name], one.to(expected)) for name, one in made("llama").items())
     keys = json.loads((back / "config.json").read_text())

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from canonical_weights import tensors_of
+from safetensors.torch import save_file
 from torch import Tensor
 
 import pretrain
@@ -101,12 +102,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(llava("CLIP, Llama"), tmp_path_factory.mktemp("llava") / "theirs")
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {
-        name: one for file in sorted(folder.glob("*.safetensors")) for name, one in load_file(file).items()
-    }
-
-
 def model_of(checkpoint: Path) -> Model:
     with CheckpointReader(checkpoint) as reader:
         options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
@@ -151,8 +146,8 @@ def test_a_model_has_the_same_logits_here_and_comes_back(
             logits_of_transformers(again, tokens, images)[0], expected, rtol=0, atol=1e-5
         )
         return
-    stored = tensors(source)
-    for name, one in tensors(back).items():
+    stored = tensors_of(source)
+    for name, one in tensors_of(back).items():
         if "post_layernorm" not in name:
             alike = name.replace("vision_tower.vision_model.", "vision_tower.")
             assert torch.equal(stored.get(name, stored.get(alike)), one), name
@@ -176,7 +171,7 @@ def test_names_of_other_versions_are_read(names: str, folder: Path, tmp_path: Pa
             (new + name.removeprefix(old) for old, new in PREFIXES[names] if name.startswith(old)), name
         )
 
-    save_file({renamed(name): one for name, one in tensors(folder).items()}, copy / "model.safetensors")
+    save_file({renamed(name): one for name, one in tensors_of(folder).items()}, copy / "model.safetensors")
     assert HfCheckpoint(copy).manifest.tensors == HfCheckpoint(folder).manifest.tensors
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from canonical_weights import assert_same_tensors
 from hand_made_folders import LLAMA, TOKENS, VOCAB, made, write_folder
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -72,8 +73,7 @@ def test_a_folder_of_peft_is_read_computed_and_written_back(
     back = tmp_path / "back"
     assert main(["convert", "megatrain-to-peft", f"{tmp_path}/ours", str(back), "--base", "org/llama"]) == 0
     found = load_file(back / "adapter_model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert_same_tensors(found, tensors)
     written = json.loads((back / "adapter_config.json").read_text())
     assert written["target_modules"] == ["mlp.down_proj", "self_attn.q_proj"]
     expected = {"r": RANK, "lora_alpha": ALPHA, "base_model_name_or_path": "org/llama", "peft_type": "LORA"}

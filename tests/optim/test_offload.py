@@ -2,19 +2,14 @@
 
 import pytest
 import torch
+from optimizer_helpers import ADAMW, optimizer_of_modules
 
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.offload import num_offloaded
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
-from megatrain.parallel.allocate_buffers import allocate_buffers
-from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.data_parallel import DataParallel
-from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry, Piece, ShardedModule
-from megatrain.parallel.rank_lists import GridShape
+from megatrain.optim.update_rules import SgdRule, UpdateRule
+from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule
 
-ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
 SIZES = [33, 64, 200, 91, 128]
 
 
@@ -28,25 +23,15 @@ def _optimizer(
         layout = ParamLayout(shape=(size,), pieces=(Piece(name, (size,), ((0, size),)),), init=Init(std=1.0))
         module.add_weight(name, layout, dtype)
         modules.append(module)
-    grid = build_grid(GridShape(), 0)
-    buffers = allocate_buffers(
-        ParamRegistry.of(modules),
-        grid=grid,
-        weight_dtype=dtype,
-        grad_dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    optimizer = ShardedOptimizer(
-        DataParallel(buffers, grid),
+    return optimizer_of_modules(
+        modules,
         rule,
+        dtype,
         clip_grad=1.0,
         master_dtype=torch.float32,
         moment_dtypes=moment_dtypes,
         offload_fraction=fraction,
     )
-    optimizer.fill("weight", InitialWeights(1))
-    optimizer.sync_model_weights()
-    return optimizer
 
 
 def _everything(optimizer: ShardedOptimizer) -> list[torch.Tensor]:

@@ -2,21 +2,18 @@
 
 import pytest
 import torch
+from optimizer_helpers import ADAMW, optimizer_of_modules, weights
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatrain.optim.averaged_weights import averaged_weights
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.sharded import ShardedOptimizer, _group_ranges
-from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
-from megatrain.parallel.allocate_buffers import allocate_buffers
+from megatrain.optim.update_rules import SgdRule, UpdateRule
 from megatrain.parallel.buckets import cut_buckets, local_shard
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.data_parallel import DataParallel
-from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry, Piece, ShardedModule
+from megatrain.parallel.layout import Init, ParamLayout, Piece, ShardedModule
 from megatrain.parallel.rank_lists import GridShape
 
-ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
 HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1, lr_by_kind={"embedding": 0.03})
 
 
@@ -37,31 +34,15 @@ def _optimizer(
             kind="embedding" if name == "e" else "matrix",
         )
         module.add_weight(name, layout, dtype)
-    grid = build_grid(GridShape(), 0)
-    buffers = allocate_buffers(
-        ParamRegistry.of([module]),
-        grid=grid,
-        weight_dtype=dtype,
-        grad_dtype=torch.float32,
-        device=torch.device("cpu"),
+    return optimizer_of_modules(
+        [module], rule, dtype, clip_grad=clip_grad, ema_decay=ema_decay, master_dtype=torch.float32
     )
-    parallel = DataParallel(buffers, grid)
-    optimizer = ShardedOptimizer(
-        parallel, rule, clip_grad=clip_grad, ema_decay=ema_decay, master_dtype=torch.float32
-    )
-    optimizer.fill("weight", InitialWeights(1))
-    optimizer.sync_model_weights()
-    return optimizer
-
-
-def _views(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
-    return {p.entry.attribute: p.entry.parameter.data for b in optimizer.buffers.buckets for p in b.params}
 
 
 def test_master_weights_keep_the_precision_that_bf16_lacks() -> None:
     fp32, bf16 = _optimizer(torch.float32), _optimizer(torch.bfloat16)
     assert torch.equal(fp32.state("weight")[0], bf16.state("weight")[0])
-    assert torch.equal(_views(bf16)["a"], _views(fp32)["a"].bfloat16())
+    assert torch.equal(weights(bf16)["a"], weights(fp32)["a"].bfloat16())
 
 
 @pytest.mark.parametrize("rule", [ADAMW, SgdRule(momentum=0.9)], ids=["adam", "sgd"])
@@ -71,7 +52,7 @@ def test_a_step_is_torchs_clip_and_update_group_by_group(
     clip_grad: float, rule: UpdateRule, gradient_scale: float
 ) -> None:
     optimizer = _optimizer(torch.float32, clip_grad=clip_grad, rule=rule)
-    theirs = {name: torch.nn.Parameter(view.clone()) for name, view in _views(optimizer).items()}
+    theirs = {name: torch.nn.Parameter(view.clone()) for name, view in weights(optimizer).items()}
     groups = [
         {"params": [theirs["a"]], "weight_decay": 0.1, "lr": 0.01},
         {"params": [theirs["b"]], "weight_decay": 0.0, "lr": 0.01},
@@ -94,7 +75,7 @@ def test_a_step_is_torchs_clip_and_update_group_by_group(
         assert norm.item() == pytest.approx(total.item(), rel=1e-6)
         expected.step()
         optimizer.step(HYPERPARAMS, norm=norm, gradient_scale=gradient_scale)
-    for name, view in _views(optimizer).items():
+    for name, view in weights(optimizer).items():
         torch.testing.assert_close(view, theirs[name].data, rtol=1e-5, atol=1e-6)
 
 
@@ -116,10 +97,10 @@ def test_the_average_is_torchs_and_changes_places_with_the_weights(dtype: torch.
     assert torch.equal(master, without.state("weight")[0])
     (average,) = optimizer.state("ema")
     assert torch.equal(average, expected.module.master)
-    before = {name: view.clone() for name, view in _views(optimizer).items()}
+    before = {name: view.clone() for name, view in weights(optimizer).items()}
     with averaged_weights(optimizer):
         assert torch.equal(optimizer.buffers.weights.full[0], expected.module.master.to(dtype))
-    assert all(torch.equal(view, before[name]) for name, view in _views(optimizer).items())
+    assert all(torch.equal(view, before[name]) for name, view in weights(optimizer).items())
     assert torch.equal(average, expected.module.master)
 
 

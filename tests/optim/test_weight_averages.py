@@ -1,11 +1,11 @@
 """`--ema-decay` in a run: resumed, evaluated and averaged over checkpoints; `megatrain checkpoint average`."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from canonical_weights import hash_tensors
+from metrics_files import logged_lines
 
 import pretrain
 from megatrain.checkpoint.reader import CheckpointReader
@@ -27,8 +27,7 @@ def values(folder: Path, kind: str, name: str = WEIGHT) -> torch.Tensor:
 
 
 def losses(folder: Path, split: str = "test") -> list[float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line.get("validation") == split]
+    return [line["loss"] for line in logged_lines(folder) if line.get("validation") == split]
 
 
 @pytest.fixture(scope="module")

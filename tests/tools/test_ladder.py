@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from everyday import nightly
+from metrics_files import logged_lines
 
 import pretrain
 from megatrain.config.errors import ConfigError
@@ -299,10 +299,8 @@ def test_a_real_ladder(
     planned = {file.stem: file.read_text().splitlines()[0] for file in files}
     for name, parameters, tokens, _, loss in rows[1:4]:
         assert planned[name] == f"# {parameters} parameters, {tokens} tokens"
-        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-        assert float(loss) == pytest.approx(
-            next(one["loss"] for one in lines[::-1] if one.get("validation") == "valid"), abs=1e-4
-        )
+        losses = [line["loss"] for line in logged_lines(folder / name) if line.get("validation") == "valid"]
+        assert float(loss) == pytest.approx(losses[-1], abs=1e-4)
     ET.parse(plot)
     assert megatrain(["ladder", "fit", *names]) == 2
     assert "3 runs of 3 sizes and 3 token counts do not determine" in capsys.readouterr().err

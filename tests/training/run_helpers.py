@@ -17,9 +17,14 @@ TINY_RUN = {
 }  # fmt: skip
 
 
-def command_line(changed: dict[str, str | None]) -> list[str]:
-    """Return the flags of the tiny run with changes: None removes a flag, "" gives it without a value."""
-    flags = {name: value for name, value in {**TINY_RUN, **changed}.items() if value is not None}
+def command_line(changed: dict[str, str | None], **by_name: str | None) -> list[str]:
+    """Return the flags of the tiny run with changes: None removes a flag, "" gives it without a value.
+
+    Args:
+        by_name: more changes, by names such as `train_iters`.
+    """
+    named = {f"--{name.replace('_', '-')}": value for name, value in by_name.items()}
+    flags = {name: value for name, value in {**TINY_RUN, **changed, **named}.items() if value is not None}
     return [word for name, value in flags.items() for word in ([name, *value.split()] if value else [name])]
 
 

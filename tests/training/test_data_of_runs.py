@@ -9,6 +9,7 @@ import fsspec
 import numpy as np
 import pytest
 from everyday import nightly
+from metrics_files import logged_lines, logged_losses
 from run_helpers import command_line
 
 import pretrain
@@ -43,15 +44,13 @@ def flags_of(folder: Path, **changed: str | None) -> list[str]:
         "--tokenizer-type": "NullTokenizer",
         "--vocab-size": "100",
     }
-    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    return [word for part in command_line(flags) for word in part.split()]
+    return [word for part in command_line(flags, **changed) for word in part.split()]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Return the logged metrics of a run, without times."""
     kept = ("iteration", "lm_loss", "grad_norm", "validation", "loss")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in kept if name in line} for line in lines]
+    return [{name: line[name] for name in kept if name in line} for line in logged_lines(run)]
 
 
 def test_a_longer_run_continues_with_unread_samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +109,7 @@ def test_validation_sets_are_evaluated_in_full_and_separately(folder: Path) -> N
         alone["validation_set_names"] = None
         again = {"save": None, "skip_train": "", "metrics_file": str(folder / f"{name}.jsonl")}
         assert pretrain.main(flags_of(folder, **alone, **again)) == 0
-        (line,) = (json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines())
+        (line,) = logged_lines(folder / f"{name}.jsonl")
         assert line["loss"] == at_the_end[label]
 
 
@@ -118,9 +117,9 @@ def test_the_micro_batch_of_an_evaluation_does_not_change_its_loss(folder: Path)
     found = {}
     for size in ("1", "4"):
         flags = {"micro_batch_size": "2", "eval_micro_batch_size": size, "save": None, "load": None}
-        file = str(folder / f"{size}.jsonl")
-        assert pretrain.main(flags_of(folder, **flags, global_batch_size="4", metrics_file=file)) == 0
-        lines = map(json.loads, Path(file).read_text().splitlines())
+        file = folder / f"{size}.jsonl"
+        assert pretrain.main(flags_of(folder, **flags, global_batch_size="4", metrics_file=str(file))) == 0
+        lines = logged_lines(file)
         found[size] = [line["loss"] for line in lines if "validation" in line or "test" in line]
     assert found["1"] == pytest.approx(found["4"], rel=1e-5)
     assert len(found["1"]) > 1
@@ -172,8 +171,7 @@ def test_attention_does_not_cross_documents(folder: Path) -> None:
         run = {"save": None, "load": None, "metrics_file": str(folder / f"{name}.jsonl")}
         masks = {} if name == "none" else {name: ""}
         assert pretrain.main(flags_of(folder, **run, **masks)) == 0
-        lines = (folder / f"{name}.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["lm_loss"] for line in lines if "lm_loss" in line]
+        losses[name] = logged_losses(folder / f"{name}.jsonl")
     assert losses["reset_attention_mask"] != losses["none"]
     assert losses["reset_attention_mask"] == losses["dataloader_inter_document_masking"], (
         "each sequence is one document"

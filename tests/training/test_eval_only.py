@@ -1,11 +1,10 @@
 """`--eval-only` repeats the last evaluation of a checkpoint, with its own settings and data, to the last bit."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from metrics_files import logged_lines
 from run_helpers import command_line
 
 import pretrain
@@ -14,7 +13,7 @@ from megatrain.data.indexed.writer import IndexedWriter
 
 def losses(file: Path) -> dict[tuple[int, str], float]:
     """Return loss by iteration and validation set."""
-    lines: list[dict[str, Any]] = list(map(json.loads, file.read_text().splitlines()))
+    lines = logged_lines(file)
     return {(line["iteration"], line["validation"]): line["loss"] for line in lines if "validation" in line}
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 from accumulation_orders import SEEDS, AnotherOrder, Numbers, assert_near, assert_within_noise
-from canonical_weights import CopiedWeights
+from canonical_weights import CopiedWeights, canonical
+from metrics_files import assert_near_recorded, logged_steps
 from safetensors.torch import load_file
 from tf32_routers import routers_in_tf32
 from torch import Tensor
 
 from megatrain.config import parse
-from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.tools.parity.measure import gradients_of
 from megatrain.training.launch.ranks import joined_ranks
 from megatrain.training.logging.console import Console, Phases
@@ -100,24 +100,13 @@ def trainer_of(case: str, recordings: Path, *more_flags: str) -> Iterator[Traine
     flags += [] if case == "mock" else ["--vocab-size", "3072"]
     with joined_ranks(parse(flags), Phases(Console(is_quiet=True))) as ranks:
         trainer = Trainer(ranks)
-        weights = CopiedWeights(canonical(f"{case}.weights", recordings, trainer))
+        weights = CopiedWeights(
+            canonical(load_file(recordings / f"{case}.weights.safetensors"), trainer.plan.config.model)
+        )
         trainer.engine.optimizer.fill("weight", weights)
         trainer.engine.optimizer.sync_model_weights()
         assert not weights.unused
         yield trainer
-
-
-def canonical(name: str, recordings: Path, trainer: Trainer) -> dict[str, Tensor]:
-    """Read a file of Megatron-LM's parameters as canonical tensors."""
-    model = trainer.plan.config.model
-    groups = model.num_query_groups or model.num_attention_heads
-    fused = FusedRows(model.num_attention_heads, groups, is_gated=model.swiglu)
-    parameters = load_file(recordings / f"{name}.safetensors")
-    return {
-        part.name: torch.cat([tensor[part.place][rows] for rows in part.rows])
-        for theirs, tensor in parameters.items()
-        for part in parts_of(theirs, tuple(tensor.shape), fused)
-    }
 
 
 def train(case: str, recordings: Path, folder: Path, *more_flags: str) -> list[dict[str, Any]]:
@@ -126,8 +115,7 @@ def train(case: str, recordings: Path, folder: Path, *more_flags: str) -> list[d
     metrics.unlink(missing_ok=True)
     with trainer_of(case, recordings, "--metrics-file", str(metrics), *more_flags) as trainer:
         assert trainer.train() == 0
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [line for line in lines if "lm_loss" in line]
+    return logged_steps(metrics)
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +162,13 @@ def recording(case: str, recordings: Path) -> list[dict[str, Any]]:
 def hold(case: str, recordings: Path, folder: Path, bounds: Bounds, *more_flags: str) -> None:
     """Train, and compare losses and norms with the recording by bounds of their own."""
     found, recorded = train(case, recordings, folder, *more_flags), recording(case, recordings)
+    compare(found, recorded, bounds)
+
+
+def compare(found: list[dict[str, Any]], recorded: list[dict[str, Any]], bounds: Bounds) -> None:
+    """Compare losses and norms with recorded ones."""
+    assert_near_recorded(found, recorded, loss=bounds.lm_loss, norm=bounds.grad_norm)
     for ours, theirs in zip(found, recorded, strict=True):
-        assert ours["lm_loss"] == pytest.approx(theirs["lm loss"], rel=bounds.lm_loss, abs=0)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=bounds.grad_norm, abs=0)
         if "mtp" in theirs:
             expected = mean_mtp_losses(theirs)
             assert ours["mtp_losses"] == pytest.approx(expected, rel=bounds.lm_loss, abs=0)
@@ -258,7 +250,9 @@ def test_gradients_of_the_first_iteration_are_the_recorded_ones(case: str, recor
         batches = trainer.batches.train.microbatches(0, 2)
         found = gradients(nullcontext())
         in_orders = [gradients(AnotherOrder(seed)) for seed in SEEDS]
-        expected = canonical(f"{case}.gradients", recordings, trainer)
+        expected = canonical(
+            load_file(recordings / f"{case}.gradients.safetensors"), trainer.plan.config.model
+        )
     assert found.keys() == expected.keys()
     # Of the largest element of all: exact gradients of biases of keys are 0, since softmax ignores what all scores have in common.
     absolute = 1e-10 * float(max(gradient.abs().max() for gradient in expected.values()))

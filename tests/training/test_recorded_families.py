@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from canonical_weights import CopiedWeights
+from canonical_weights import CopiedWeights, canonical
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,7 +26,6 @@ from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.images.vectors import place_images, vector_tokens
 from megatrain.data.samples.dataset import FamilySample
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
-from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.family_batch import family_batch
 from megatrain.tools.parity.measure import gradients_of, master_weights_of
@@ -141,7 +140,7 @@ def trainer_of(case: Case, *more_flags: str) -> Iterator[Trainer]:
     """
     flags = [*without(case.flags, OF_DATA), *more_flags, "--mock-data", "--tokenizer-type", "NullTokenizer"]
     with joined(case, [*flags, "--vocab-size", str(case.vocab_size)]) as trainer:
-        weights = CopiedWeights(canonical(case.tensors("weights"), trainer))
+        weights = CopiedWeights(canonical(case.tensors("weights"), trainer.plan.config.model))
         trainer.engine.optimizer.fill("weight", weights)
         trainer.engine.optimizer.sync_model_weights()
         assert not weights.unused
@@ -180,16 +179,6 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
         is_kept = flag.partition("=")[0] not in names if flag.startswith("--") else is_kept
         kept += [flag] * is_kept
     return kept
-
-
-def canonical(parameters: dict[str, Tensor], trainer: Trainer) -> dict[str, Tensor]:
-    """Return Megatron-LM's parameters as canonical tensors."""
-    fused = FusedRows.of(trainer.plan.config.model)
-    return {
-        part.name: torch.cat([tensor[part.place][rows] for rows in part.rows]).view(part.shape)
-        for theirs, tensor in parameters.items()
-        for part in parts_of(theirs, tuple(tensor.shape), fused)
-    }
 
 
 def batches_of(case: Case, kind: str, size: int) -> list[list[Batch]]:
@@ -315,7 +304,7 @@ def test_gradients_of_the_first_iteration_are_the_recorded_ones(case: Case) -> N
         first, *_ = batches_of(case, "batches", trainer.plan.derived.num_microbatches)
         trainer.engine.accumulate_gradients(first)
         found = {part.name: torch.from_numpy(part.values).clone() for part in gradients_of(trainer.engine)}
-        expected = canonical(case.tensors("gradients"), trainer)
+        expected = canonical(case.tensors("gradients"), trainer.plan.config.model)
     assert found.keys() == expected.keys()
     # Exact gradients of biases of keys are 0, since softmax ignores what all scores have in common.
     smallest = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.values())
@@ -369,7 +358,7 @@ def test_initial_values_have_the_recorded_spread(case: Case) -> None:
     with trainer_of(case) as trainer:
         trainer.engine.initialize()
         parts = {part.name: torch.from_numpy(part.values) for part in master_weights_of(trainer.engine)}
-        recorded = canonical(case.tensors("weights"), trainer)
+        recorded = canonical(case.tensors("weights"), trainer.plan.config.model)
     assert parts.keys() == recorded.keys()
     for name, theirs in recorded.items():
         ours, values = parts[name], theirs.double()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from forked_job import ForkedJob
+from metrics_files import logged_steps
 from run_helpers import ROOT, command_line
 
 import pretrain
@@ -152,8 +153,7 @@ def test_a_run_on_a_cpu_logs_what_its_flags_enable(
     assert "> speed: in tokens/s" in out
     assert "> started in " in out
     assert out.count("forward-backward ......") == 4
-    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "lm_loss" in row]
+    steps = logged_steps(tmp_path)
     means = re.findall(r"lm loss: (\S+) \|", out)
     assert float(means[2]) == pytest.approx((steps[2]["lm_loss"] + steps[3]["lm_loss"]) / 2, rel=1e-6)
     assert all(step["max_attention_logit"] > 0 for step in steps)

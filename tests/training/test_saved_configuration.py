@@ -1,7 +1,6 @@
 """`config.yaml` of a run, alone in another folder, makes the same run again: every loss and every bit of its state."""
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from canonical_weights import hash_tensors
+from metrics_files import logged_lines
 from run_helpers import ROOT
 
 import pretrain
@@ -62,7 +62,7 @@ def train(folder: Path, world_size: int, flags: list[str]) -> None:
 
 
 def measured(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = logged_lines(folder / "run")
     return [{name: value for name, value in line.items() if name not in CHANGING} for line in lines]
 
 

@@ -1,10 +1,10 @@
 """--iterations-to-skip: samples are passed over, schedules stay, and a resumed run skips the same iterations."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from metrics_files import logged_steps
 from run_helpers import command_line
 
 import pretrain
@@ -14,8 +14,7 @@ def lines_of(folder: Path, flags: dict[str, str | None], *, exit_code: int = 0) 
     """Train six iterations in a folder; return the metrics by iteration."""
     same = {"--save": str(folder), "--load": str(folder), "--train-iters": "6", "--lr-warmup-iters": "3"}
     assert pretrain.main(command_line({**same, **flags})) == exit_code
-    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["iteration"]: line for line in lines if "lm_loss" in line}
+    return {line["iteration"]: line for line in logged_steps(folder)}
 
 
 @pytest.mark.parametrize("skipped", ["0", "2", "1 2", "5"])

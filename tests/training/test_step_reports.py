@@ -1,6 +1,5 @@
 """Reports read while the next step runs give the same lines, checkpoints and ends as if the host waited for each step."""
 
-import json
 import os
 import signal
 import time
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from metrics_files import logged_lines, logged_steps
 from run_helpers import command_line
 
 import pretrain
@@ -29,8 +29,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *, max_pending: int, **ch
     flags: dict[str, str | None] = {"--train-iters": "9", "--save": str(folder), "--load": str(folder)}
     flags |= {"--log-interval": "2", "--save-interval": "4", "--eval-interval": "6", "--eval-iters": "1"}
     flags |= {"--log-params-norm": "", "--log-num-zeros-in-grad": "", "--global-batch-size": "4"}
-    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    return pretrain.main(command_line(flags))
+    return pretrain.main(command_line(flags, **changed))
 
 
 def before_step(number: int, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,8 +46,9 @@ def before_step(number: int, do: Callable[[], None], monkeypatch: pytest.MonkeyP
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+    return [
+        {name: value for name, value in line.items() if name not in TIMES} for line in logged_lines(folder)
+    ]
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:
@@ -73,8 +73,7 @@ def test_an_iteration_takes_its_own_time_whenever_it_is_read(
 ) -> None:
     before_step(3, lambda: time.sleep(1), monkeypatch)  # the second is pending
     assert run(tmp_path, monkeypatch, max_pending=1) == 0
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    times = {line["iteration"]: line["iteration_ms"] for line in lines if "iteration_ms" in line}
+    times = {line["iteration"]: line["iteration_ms"] for line in logged_steps(tmp_path)}
     longest = times.pop(3)
     assert longest > 1000
     assert all(milliseconds < longest for number, milliseconds in times.items() if number > 1)

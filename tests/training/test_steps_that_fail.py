@@ -1,7 +1,6 @@
 """The training loop with losses that are not finite, and with requests to stop."""
 
 import gc
-import json
 import os
 import signal
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from metrics_files import logged_lines
 from run_helpers import command_line
 
 import pretrain
@@ -36,9 +36,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(folder: Path, **changed: str) -> tuple[int, list[dict[str, Any]]]:
     flags: dict[str, str | None] = {"--train-iters": "4", "--save": str(folder), "--log-interval": "4"}
-    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    code = pretrain.main(command_line(flags))
-    return code, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return pretrain.main(command_line(flags, **changed)), logged_lines(folder)
 
 
 @pytest.mark.usefixtures("poisoned")

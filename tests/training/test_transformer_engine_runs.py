@@ -1,19 +1,18 @@
 """Runs with Transformer Engine's layers, by a stand-in for the library: checkpoints and changes on resume."""
 
 import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from canonical_weights import amaxes
 from everyday import one_in
+from metrics_files import logged_losses
 from transformer_engine_fp8_stand_in import casting_once
 from transformer_engine_stand_in import stand_in
 
 import pretrain
-from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.parts import read_manifest
 from megatrain.config.plan import DerivedValue
 from megatrain.config.registry import Derivation
 from megatrain.model.implementations.transformer_engine_fp8 import TEFp8Linear
@@ -40,18 +39,13 @@ def engine() -> Iterator[None]:
         yield
 
 
-def losses(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["lm_loss"] for row in rows if "lm_loss" in row]
-
-
 def run(folder: Path, *implementations: str, changes: str = "") -> list[float]:
     """Run four iterations with each implementation, from one checkpoint to the next; return all losses."""
     for number, implementation in enumerate(implementations, 1):
         flags = [*FLAGS.split(), *changes.split(), "--save", str(folder), "--load", str(folder)]
         code = pretrain.main([*flags, "--transformer-impl", implementation])
         assert code == (ENDED if number == len(implementations) else STOPPED)
-    return losses(folder)
+    return logged_losses(folder)
 
 
 def test_checkpoints_are_shared_by_both_implementations(
@@ -67,14 +61,6 @@ def test_checkpoints_are_shared_by_both_implementations(
 
 DELAYED = "--fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max --fp8-margin 1"
 ENGINE = "transformer_engine"
-
-
-def amaxes(folder: Path) -> dict[str, float]:
-    """Return the newest amaxes of the last checkpoint, by name."""
-    newest = newest_valid(folder)
-    assert newest is not None
-    history = read_manifest(newest.path).state["amax_history"]
-    return {name: entries[0][1] for name, entries in history.items()}
 
 
 def test_both_implementations_continue_the_history_of_delayed_scales(tmp_path: Path) -> None:

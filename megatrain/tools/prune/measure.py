@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.load import restore_expert_biases
-from megatrain.checkpoint.reader import CheckpointSource, TensorReader
+from megatrain.checkpoint.reader import TensorReader
 from megatrain.config.errors import ConfigError
+from megatrain.inference.stored_model import ModelOptions, load_weights
 from megatrain.model.gpt import Model, build_model, equal_stages
-from megatrain.optim.sharded import WEIGHT, fill_weights
-from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
@@ -134,16 +133,8 @@ class _Passes:
             device=calibration.device,
             stages=stages,
         )
-        buffers = allocate_buffers(
-            model.registry,
-            grid=grid,
-            weight_dtype=calibration.dtype,
-            grad_dtype=calibration.dtype,
-            device=calibration.device,
-            has_gradients=False,
-        )
-        fill_weights(buffers, CheckpointSource(self._reader, WEIGHT))
-        self._reader.finish()
+        options = ModelOptions(device=calibration.device, dtype=calibration.dtype)
+        load_weights(model.registry, self._reader, grid, options)
         biases, known = self._reader.manifest.state["expert_biases"], model.expert_biases.state()
         restore_expert_biases(model, {name: biases[name] for name in known if name in biases}, source.path)
         self._importance.watch(model, stages[number])

@@ -97,9 +97,7 @@ class RunTeacher:
             self.model.registry,
             grid=self.grid,
             weight_dtype=self.dtype,
-            grad_dtype=self.dtype,
             device=device,
-            has_gradients=False,
             keep_full_weights=not is_sharded,
             whole_segments=() if self.parts.last is None else (len(self.model.segments) - 1,),
         )

@@ -132,25 +132,25 @@ def test_flags_override_the_file_with_a_note(read):
     assert "--seed" not in note
 
 
-@pytest.mark.parametrize(
-    ("text", "problem", "fix"),
-    [
-        ("lr: fast\n", ":1: lr: fast is not a number", "--lr"),
-        ("layernorm_epsilon: big\n", ":1: layernorm_epsilon: big is not a number", "--norm-epsilon"),
-        ("num_layer: 2\n", ":1: num_layer is not an argument", "num_layers?"),
-        ("use_legacy_modles: false\n", ":1: use_legacy_modles is not an argument", "use_legacy_models?"),
-        ("MODEL_ARGS:\n  --num-layer: 2\n", ":2: --num-layer is not an argument", "--num-layers?"),
-        ("gdp_num_householder: 2\n", ":1: gdp_num_householder: 2: ", "remove"),
-        ("language_model:\n  activation_func: relu6\n", ":2: activation_func: relu6", "swiglu"),
-        ("language_model:\n  gated_linear_unit: true\n", ":2: gated_linear_unit is not an argument", ""),
-        ("model:\n  num_layers: 2\n", ":1: model is a section of --config files", "--config FILE"),
-        ("other:\n  num_layers: 2\n", ":1: other is not a section", "language_model"),
-        ("data_path: [a, [b]]\n", ":1: data_path has other entries", "[a, b]"),
-        ("? [a]\n: 1\n", ":1: a list or mapping is not a name", "name: value"),
-        ("- a\n", "expected names", "num_layers"),
-        ("lr: [1\n", "not valid YAML", "syntax"),
-    ],
-)
+MISTAKES = [
+    ("lr: fast\n", ":1: lr: fast is not a number", "--lr"),
+    ("layernorm_epsilon: big\n", ":1: layernorm_epsilon: big is not a number", "--norm-epsilon"),
+    ("num_layer: 2\n", ":1: num_layer is not an argument", "num_layers?"),
+    ("use_legacy_modles: false\n", ":1: use_legacy_modles is not an argument", "use_legacy_models?"),
+    ("MODEL_ARGS:\n  --num-layer: 2\n", ":2: --num-layer is not an argument", "--num-layers?"),
+    ("gdp_num_householder: 2\n", ":1: gdp_num_householder: 2: ", "remove"),
+    ("language_model:\n  activation_func: relu6\n", ":2: activation_func: relu6", "swiglu"),
+    ("language_model:\n  gated_linear_unit: true\n", ":2: gated_linear_unit is not an argument", ""),
+    ("model:\n  num_layers: 2\n", ":1: model is a section of --config files", "--config FILE"),
+    ("other:\n  num_layers: 2\n", ":1: other is not a section", "language_model"),
+    ("data_path: [a, [b]]\n", ":1: data_path has other entries", "[a, b]"),
+    ("? [a]\n: 1\n", ":1: a list or mapping is not a name", "name: value"),
+    ("- a\n", "expected names", "num_layers"),
+    ("lr: [1\n", "not valid YAML", "syntax"),
+]
+
+
+@pytest.mark.parametrize(("text", "problem", "fix"), MISTAKES)
 def test_a_mistake_is_named_with_file_and_line(read, text, problem, fix):
     file, request = read(text)
     (found,) = request.problems

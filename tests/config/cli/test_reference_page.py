@@ -24,6 +24,7 @@ def test_the_reference_describes_every_setting(capsys: pytest.CaptureFixture[str
     assert list(cells) == [setting.flag for setting in settings()]
     assert {flag for flag, row in cells.items() if len(row) != 3 or not all(row)} == set()
     assert cells["--swiglu"][:2] == ["switch", "off"]
+    assert cells["--on-nan"][:2] == ["one or more values", "stop"]
 
 
 def test_the_differences_answer_every_flag_that_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:

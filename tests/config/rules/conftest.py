@@ -5,6 +5,13 @@ import pytest
 from megatrain.config import ConfigError
 
 
+def pytest_generate_tests(metafunc):
+    """Run the test of a module's CASES with each of them."""
+    if metafunc.function.__name__ == "test_a_problem_names_flags_and_remedy":
+        cases = [case for of_rule in metafunc.module.CASES.values() for case in of_rule]
+        metafunc.parametrize(("flags", "without", "facts", "named", "remedy"), cases)
+
+
 @pytest.fixture
 def assert_refused(plan_of):
     """Check that the working run with these changes has one problem, which names these flags and this remedy."""

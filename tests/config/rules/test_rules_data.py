@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import pytest
-
 from megatrain.config import Facts, StoredRun
 from megatrain.config.facts import DatasetFacts
 
@@ -137,8 +135,5 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
-)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)

@@ -1,7 +1,5 @@
 """Rules about the model and recomputation: each fires, names its flags and a remedy."""
 
-import pytest
-
 from megatrain.config import Facts
 from megatrain.config.model_spec.attention import AttentionSpec
 
@@ -12,13 +10,6 @@ A100 = Facts(
 TE = Facts(device="cuda", device_capability=(9, 0), libraries={"transformer_engine": "2.20.2"})
 TWO = Facts(device="cuda", world_size=2)
 WIDE_HEADS = AttentionSpec(num_heads=4, num_query_groups=4, head_dim=136)
-
-
-def layers(groups, width, other_groups="4"):
-    """A layer with these sizes, and three others."""
-    sizes = [(groups, width), *[(other_groups, "96")] * 3]
-    parts = [f'{{"attention":{{"num_query_groups":{g}}},"mlp":{{"ffn_hidden_size":{f}}}}}' for g, f in sizes]
-    return f'{{"block_configs":[{",".join(parts)}]}}'
 
 
 CASES = {
@@ -122,8 +113,5 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
-)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)

@@ -23,18 +23,22 @@ BASE = "--global-batch-size 8 --train-iters 10"
 OWN = "--override-opt-param-scheduler"
 
 
+def run_of(plan, *, iteration=1, **values):
+    """Return a checkpoint of a run, after a round trip through JSON."""
+    config = json.loads(json.dumps(plan.config.to_dict()))
+    return StoredRun(
+        path="c", iteration=iteration, consumed_train_samples=8 * iteration, config=config, **values
+    )
+
+
+def run_with_schedule(plan, **values):
+    return run_of(plan, schedule=json.loads(json.dumps(plan.derived.schedule.to_dict())), **values)
+
+
 @pytest.fixture
 def stored(plan_of):
-    """Return facts with a checkpoint of the working run, after a round trip through JSON."""
-    plan = plan_of(BASE)
-    run = StoredRun(
-        path="c",
-        iteration=1,
-        consumed_train_samples=8,
-        config=json.loads(json.dumps(plan.config.to_dict())),
-        tokenizer_fingerprint="abc",
-        schedule=json.loads(json.dumps(plan.derived.schedule.to_dict())),
-    )
+    """Return facts with a checkpoint of the working run."""
+    run = run_with_schedule(plan_of(BASE), tokenizer_fingerprint="abc")
     return Facts(checkpoint=run, tokenizer_fingerprint="abc")
 
 
@@ -107,8 +111,7 @@ def test_upcycling_fits_the_dense_model(assert_refused, flags, facts, named, rem
 def test_balancing_by_other_scores_cannot_start_or_end_on_resume(plan_of, problems_of, assert_refused, name):
     flags = f"{BASE} --num-experts 4 --moe-router-load-balancing-type"
     for before, now in ((name, "none"), ("none", name)):
-        config = json.loads(json.dumps(plan_of(f"{flags} {before}").config.to_dict()))
-        run = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config)
+        run = run_of(plan_of(f"{flags} {before}"))
         assert_refused(
             f"{flags} {now}",
             ("--moe-router-load-balancing-type", f"the checkpoint has {before}", f"this run {now}"),
@@ -146,8 +149,8 @@ def data_problems(plan_of, problems_of):
 
     def collect(before, now):
         flags = f"{NULL} --data-path a"
-        config = plan_of(flags, without="--mock-data", facts=Facts(datasets=before)).config.to_dict()
-        stored = StoredRun(path="c", iteration=5, consumed_train_samples=40, config=config, datasets=before)
+        plan = plan_of(flags, without="--mock-data", facts=Facts(datasets=before))
+        stored = run_of(plan, iteration=5, datasets=before)
         return problems_of(flags, without="--mock-data", facts=Facts(checkpoint=stored, datasets=now))
 
     return collect
@@ -202,9 +205,9 @@ def test_a_longer_run_appends_a_plan(plan_of, stored):
 
 def test_a_cyclic_run_keeps_its_plan(plan_of, stored):
     cyclic = f"{BASE} --dataloader-type cyclic"
-    config = json.loads(json.dumps(plan_of(cyclic).config.to_dict()))
-    facts = with_plans(stored, train=[80])
-    facts = dataclasses.replace(facts, checkpoint=dataclasses.replace(facts.checkpoint, config=config))
+    facts = dataclasses.replace(
+        stored, checkpoint=run_with_schedule(plan_of(cyclic), data_plans={"train": [80]})
+    )
     assert plan_of(f"{cyclic} {OWN} --train-iters 25", facts=facts).derived.train_plan == (80,)
 
 
@@ -241,9 +244,7 @@ def test_remaining_evaluations_are_counted_exactly(train_iters, interval, start,
 
 def test_a_cyclic_run_keeps_its_pass_size(assert_refused, plan_of, stored):
     cyclic = f"{BASE} --dataloader-type cyclic"
-    config = json.loads(json.dumps(plan_of(cyclic).config.to_dict()))
-    run = dataclasses.replace(stored.checkpoint, config=config, pass_size=2)
-    facts = dataclasses.replace(stored, checkpoint=run)
+    facts = dataclasses.replace(stored, checkpoint=run_with_schedule(plan_of(cyclic), pass_size=2))
     assert plan_of(cyclic, facts=facts)
     named = ("--dataloader-type cyclic", "4 here", "2 in the checkpoint")
     remedy = ("--micro-batch-size", "= 2", "--dataloader-type single")
@@ -312,9 +313,7 @@ HYBRID = "--model-family hybrid --mamba-num-heads 8 --mamba-head-dim 16 --hybrid
     ],
 )
 def test_another_spelling_of_the_same_model_is_safe(plan_of, problems_of, before, now, is_same):
-    config = json.loads(json.dumps(plan_of(f"{BASE} {before}").config.to_dict()))
-    stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config)
-    facts = Facts(checkpoint=stored, world_size=2)
+    facts = Facts(checkpoint=run_of(plan_of(f"{BASE} {before}")), world_size=2)
     assert (problems_of(f"{BASE} {now}", facts=facts) == []) == is_same
     if is_same:
         notes = [
@@ -346,10 +345,7 @@ LOSS = "cannot change on resume, since the loss that is trained depends on it"
 def test_what_changes_the_loss_is_not_called_safe(plan_of, problems_of, before, now, report):
     files = dict.fromkeys(("training.loss", "data.dataset"), "1")
     facts, own_data = Facts(digests=files, world_size=2), "--mock-data" if "--dataset" in before else ""
-    config = json.loads(
-        json.dumps(plan_of(f"{BASE} {before}", without=own_data, facts=facts).config.to_dict())
-    )
-    stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config)
+    stored = run_of(plan_of(f"{BASE} {before}", without=own_data, facts=facts))
     facts = dataclasses.replace(facts, checkpoint=stored)
     problems = problems_of(f"{BASE} {now}", without=own_data, facts=facts)
     found = problems or plan_of(f"{BASE} {now}", without=own_data, facts=facts).notes
@@ -538,13 +534,7 @@ def test_a_batch_size_ramp_resumes(plan_of):
     whole = plan_of(RAMP, without="--train-iters")
     assert whole.derived.train_iters == 5 + 3 + 2 + 8  # in batches of 4, 8 and 12, and of 16 after sample 60
     assert whole.derived.train_samples == 20 + 24 + 24 + 128
-    stored = StoredRun(
-        path="c",
-        iteration=6,
-        consumed_train_samples=28,
-        config=json.loads(json.dumps(whole.config.to_dict())),
-        schedule=whole.derived.schedule.to_dict(),
-    )
+    stored = dataclasses.replace(run_with_schedule(whole, iteration=6), consumed_train_samples=28)
     again = plan_of(RAMP, without="--train-iters", facts=Facts(checkpoint=stored))
     assert again.derived.train_iters == whole.derived.train_iters
     assert again.derived.train_samples == whole.derived.train_samples
@@ -610,9 +600,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
-)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
 
@@ -632,8 +619,7 @@ def test_a_start_judges_the_pair_of_values(plan_of, problems_of, before, now, na
     """Weights of one model give those of the other, and not the other way round; a resume allows neither."""
 
     def facts(flags, *, is_start):
-        config = json.loads(json.dumps(plan_of(f"{BASE} {flags}").config.to_dict()))
-        run = StoredRun(path="c/iter_0000001", iteration=1, consumed_train_samples=8, config=config)
+        run = run_of(plan_of(f"{BASE} {flags}"))
         return Facts(checkpoint=run.weights_only if is_start else run)
 
     start = f"{BASE} {now} --load c --finetune"
@@ -650,9 +636,7 @@ def test_a_size_that_equals_the_tokenizers_is_no_change(plan_of, problems_of):
     tokenizer = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x"
     facts = Facts(vocab_size=120, eod_id=7)
     plan = plan_of(f"{BASE} {tokenizer} --vocab-size 120", without="--vocab-size", facts=facts)
-    config = json.loads(json.dumps(plan.config.to_dict()))
-    run = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config)
-    facts = dataclasses.replace(facts, checkpoint=run)
+    facts = dataclasses.replace(facts, checkpoint=run_of(plan))
     assert problems_of(f"{BASE} {tokenizer}", without="--vocab-size", facts=facts) == []
     facts = dataclasses.replace(facts, vocab_size=119)
     (problem,) = problems_of(f"{BASE} {tokenizer}", without="--vocab-size", facts=facts)
@@ -660,18 +644,14 @@ def test_a_size_that_equals_the_tokenizers_is_no_change(plan_of, problems_of):
 
 
 def test_more_tokens_than_rows_of_padding_are_refused(plan_of, problems_of):
-    config = plan_of(f"{BASE} --vocab-size 99").config.to_dict()
-    start = Facts(
-        checkpoint=StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config).weights_only
-    )
+    start = Facts(checkpoint=run_of(plan_of(f"{BASE} --vocab-size 99")).weights_only)
     assert plan_of(f"{BASE} --vocab-size 128 --load c --finetune", facts=start).derived.vocab_size == 128
     assert problems_of(f"{BASE} --vocab-size 129 --load c --finetune", facts=start)
 
 
 def test_a_changed_batch_is_named_before_the_schedule(plan_of, problems_of):
     plan = plan_of("", facts=Facts(world_size=4))
-    run = StoredRun(path="c", iteration=5, consumed_train_samples=40, config=plan.config.to_dict(),
-                    schedule=plan.derived.schedule.to_dict())  # fmt: skip
+    run = run_with_schedule(plan, iteration=5)
     for flags, ranks, fix in (
         ("--micro-batch-size 8", 4, "use --micro-batch-size 2, which"),
         ("", 8, "use --micro-batch-size 1 --global-batch-size 8, which"),
@@ -684,8 +664,7 @@ def test_a_changed_batch_is_named_before_the_schedule(plan_of, problems_of):
 
 def test_samples_of_a_share_are_whole_numbers(plan_of, problems_of):
     plan = plan_of("--lr-warmup-iters 2")
-    run = StoredRun(path="c", iteration=5, consumed_train_samples=40, config=plan.config.to_dict(),
-                    schedule=plan.derived.schedule.to_dict())  # fmt: skip
+    run = run_with_schedule(plan, iteration=5)
     (problem,) = problems_of("--lr-warmup-fraction 0.5", facts=Facts(checkpoint=run))
     assert re.search(r"the checkpoint has \d+, this run \d+\n", problem)
 
@@ -694,8 +673,7 @@ def test_the_lengths_of_a_schedule_are_offered_in_samples(plan_of, problems_of):
     """As the message says, the run then has the schedule of the checkpoint with any batch."""
     iterations = "--lr-warmup-iters 2 --lr-decay-iters 8"
     plan = plan_of(f"--global-batch-size 8 {iterations}")
-    run = StoredRun(path="c", iteration=5, consumed_train_samples=40, config=plan.config.to_dict(),
-                    schedule=plan.derived.schedule.to_dict())  # fmt: skip
+    run = run_with_schedule(plan, iteration=5)
     (problem,) = problems_of(f"--global-batch-size 16 {iterations}", facts=Facts(checkpoint=run))
     lengths = "--lr-warmup-samples 16 --lr-decay-samples 64"
     assert f"use {lengths} in place of --lr-warmup-iters and --lr-decay-iters, the same" in problem

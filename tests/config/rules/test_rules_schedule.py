@@ -1,7 +1,5 @@
 """Rules about schedules: each fires, names its flags and a remedy."""
 
-import pytest
-
 CASES = {
     "warmup_ends_before_decay": [
         ("--lr-warmup-iters 10", "", None, ("20 samples",), ("shorten", "--lr-warmup-iters", "--lr-decay-iters")),
@@ -35,8 +33,5 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
-)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)

@@ -7,13 +7,6 @@ from megatrain.config import ConfigError, Facts
 GQA = "--group-query-attention"
 
 
-def layers(groups, width, other_groups="4"):
-    """A layer with these sizes, and three others."""
-    sizes = [(groups, width), *[(other_groups, "96")] * 3]
-    parts = [f'{{"attention":{{"num_query_groups":{g}}},"mlp":{{"ffn_hidden_size":{f}}}}}' for g, f in sizes]
-    return f'{{"block_configs":[{",".join(parts)}]}}'
-
-
 FOUR = "--num-experts 4"
 
 CASES = {
@@ -125,9 +118,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
-)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from metrics_files import logged_lines, logged_losses
 
 from megatrain.data.images.pixels import Tiling, decode
 from megatrain.tools.main import main
@@ -46,8 +47,7 @@ def conversations(folder: Path, num_rows: int = 9) -> Path:
 
 def losses_of(flags: str, metrics: Path) -> list[float]:
     assert pretrain(f"{flags} --metrics-file {metrics}".split()) in (0, 75)  # 75: --exit-interval
-    lines = map(json.loads, metrics.read_text().splitlines())
-    return [line["lm_loss"] for line in lines if "lm_loss" in line]
+    return logged_losses(metrics)
 
 
 def test_a_run_on_images_resumes_bit_for_bit_and_refuses_other_files(
@@ -83,7 +83,7 @@ def test_an_evaluation_without_a_readable_image_has_no_loss(
     flags = f"{FLAGS.replace('--split 1', '--split 1,1')} --eval-iters 1 --metrics-file {log}"
     assert pretrain(f"{flags} --image-data-path {path}".split()) == 0
     assert "validation at iteration 4: no token of its samples has a loss" in capsys.readouterr().out
-    assert not [line for line in map(json.loads, log.read_text().splitlines()) if "validation" in line]
+    assert not [line for line in logged_lines(log) if "validation" in line]
 
 
 def test_an_exported_model_reads_images_in_transformers_as_in_training(tmp_path: Path) -> None:

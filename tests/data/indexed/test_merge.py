@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
 from preprocessing import NULL, numbers, run
-from recorded import EXPECTED, GOLDEN, write_dataset
+from recorded import EXPECTED, GOLDEN, check_recorded, write_dataset
 
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.data.indexed import merge as module
@@ -17,24 +16,16 @@ from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.indexed.writer import IndexedWriter
 
 
-def require_recorded(prefix: Path, name: str) -> None:
-    recorded = EXPECTED["derived_files"][name]
-    for suffix in ("bin", "idx"):
-        content = Path(f"{prefix}.{suffix}").read_bytes()
-        assert len(content) == recorded[f"{suffix}_bytes"]
-        assert hashlib.sha256(content).hexdigest() == recorded[f"{suffix}_sha256"]
-
-
 def test_recorded_datasets_merge_to_the_recorded_bytes(golden_text, tmp_path, capsys):
     names = ["paragraphs", "corpus", "paragraphs"]
     merge([golden_text / f"{name}_text_document" for name in names], tmp_path / "out")
-    require_recorded(tmp_path / "out", "merged")
+    check_recorded(tmp_path / "out", EXPECTED["derived_files"]["merged"])
     assert capsys.readouterr().out.endswith("tokens of uint16, from 3 datasets\n")
 
 
 def test_modes_are_merged(tmp_path):
     merge([GOLDEN / "modes_int32"] * 2, tmp_path / "out")
-    require_recorded(tmp_path / "out", "merged_modes")
+    check_recorded(tmp_path / "out", EXPECTED["derived_files"]["merged_modes"])
 
 
 def test_blocks_of_any_size_give_the_same_result(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from preprocessing import NULL, InlineWorkers, content_of, numbers, run
-from recorded import EXPECTED
+from recorded import EXPECTED, check_recorded
 
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tokenizer import TokenizerConfig
@@ -31,13 +30,6 @@ from megatrain.data.preprocess.workers import Workers
 from megatrain.data.tokenizers.build import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
-
-
-def check_hashes(prefix, recorded):
-    for suffix in ("bin", "idx"):
-        content = Path(f"{prefix}.{suffix}").read_bytes()
-        assert len(content) == recorded[f"{suffix}_bytes"]
-        assert hashlib.sha256(content).hexdigest() == recorded[f"{suffix}_sha256"]
 
 
 DERIVED = EXPECTED["derived_files"]
@@ -70,7 +62,7 @@ def test_recorded_bytes(golden_text, tmp_path, run_case, workers):
     settings = parse_settings([*map(str, arguments), "--output-prefix", str(tmp_path / "out")])
     preprocess(settings, chunk_bytes=50_000, workers_type=Workers if workers else InlineWorkers)
     for key, hashes in recorded.items():
-        check_hashes(tmp_path / f"out_{key}_document", hashes)
+        check_recorded(tmp_path / f"out_{key}_document", hashes)
 
 
 @pytest.fixture

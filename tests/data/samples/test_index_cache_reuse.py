@@ -54,11 +54,6 @@ def plain(lengths=LENGTHS, part=None, **changed):
     return build_index(lengths, part or range(len(lengths)), **(SETTINGS | changed))
 
 
-def only_file(folder):
-    (file,) = folder.iterdir()
-    return file
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -111,68 +106,6 @@ def test_small_indices_are_not_cached(cached, monkeypatch):
     monkeypatch.undo()
     check_equal(cached(), plain())
     assert not cached.folder.exists()
-
-
-def check_rebuilt(cached):
-    check_equal(cached(), plain())
-    (line,) = cached.logged
-    assert line.startswith(f"{only_file(cached.folder)}: ignored and rebuilt")
-    cached.logged.clear()
-    check_equal(cached(), plain())
-    assert not cached.logged, "the rebuilt file is valid"
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
-def test_a_truncated_file_is_rebuilt(cached, share):
-    cached()
-    file = only_file(cached.folder)
-    content = file.read_bytes()
-    file.write_bytes(content[: int(share * len(content))])
-    check_rebuilt(cached)
-
-
-@pytest.mark.parametrize(
-    "changed", [{"seed": 6}, {"lengths": LENGTHS[::-1].copy()}], ids=["of other seed", "of another dataset"]
-)
-def test_a_file_of_another_index_is_rebuilt(cached, tmp_path, changed):
-    cached()
-    cached(**changed, folder=tmp_path / "other")
-    only_file(cached.folder).write_bytes(only_file(tmp_path / "other").read_bytes())
-    check_rebuilt(cached)
-
-
-def test_a_file_half_written_by_a_killed_job_is_rebuilt(cached):
-    """A file system without atomic renames may leave a partial file and a truncated final one."""
-    cached()
-    file = only_file(cached.folder)
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 3])
-    partial = file.with_name(f"{file.name}.host.1.partial")
-    partial.write_bytes(content[: len(content) // 2])
-    check_equal(cached(), plain())
-    assert file.read_bytes() == content
-    assert len(cached.logged) == 1
-
-
-@pytest.mark.usefixtures("without_fsync")
-def test_flipped_bytes_never_give_a_wrong_index(cached):
-    cached()
-    file = only_file(cached.folder)
-    content = file.read_bytes()
-    expected = plain()
-    sample = np.random.default_rng(0).integers(0, len(content), 200).tolist()
-    for position in [*range(64), *sample]:
-        flipped = bytearray(content)
-        flipped[position] ^= 0x10
-        file.write_bytes(flipped)
-        check_equal(cached(), expected)
-        file.write_bytes(content)
-
-
-def test_a_cache_folder_inside_a_file_is_reported(cached, tmp_path):
-    (tmp_path / "file").write_text("")
-    check_equal(cached(folder=tmp_path / "file" / "cache"), plain())
-    assert "--data-cache-path" in cached.logged[-1]
 
 
 RACER = """

@@ -265,7 +265,7 @@ FILES = {
     "empty": (b"", r"words: .*empty"),
     "blank": (b" \n\t\n", r"words: .*empty"),
     "not UTF-8": (b"\xff\xfea", r"words: .*UTF-8"),
-    "a weight of 0": (b"0 a 1 b", r"--data-args-path: .* a .*0"),
+    "a weight of 0": (b"0 a 1 b", r": .* a .*0"),
 }
 
 
@@ -273,9 +273,7 @@ FILES = {
 def test_a_bad_file_of_data_arguments_is_an_error(tmp_path, name):
     content, pattern = FILES[name]
     (tmp_path / "words").write_bytes(content)
-    with pytest.raises(
-        ConfigError, match=rf"--data-args-path.*{pattern.removeprefix('--data-args-path')}.*\n  fix: "
-    ):
+    with pytest.raises(ConfigError, match=rf"--data-args-path.*{pattern}.*\n  fix: "):
         blends_from_config(config_of(data_args_path=str(tmp_path / "words")))
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 from everyday import only
+from metrics_files import logged_steps
 from run_here import MODEL, train_here, train_rank, trainer_of_command_line
 
 from megatrain.config import ConfigError, parse
@@ -52,9 +53,8 @@ def whole(teacher: Path, pool: WorkerPool, tmp_path_factory: pytest.TempPathFact
 
 
 def losses(path: Path) -> list[float]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    found = [line for line in lines if "lm_loss" in line]
-    return [x for line in found for x in (line["lm_loss"], line["kd_losses"]["kd loss"], line["grad_norm"])]
+    steps = logged_steps(path)
+    return [x for line in steps for x in (line["lm_loss"], line["kd_losses"]["kd loss"], line["grad_norm"])]
 
 
 @pytest.mark.parametrize("layout", only(("tp2",), LAYOUTS))

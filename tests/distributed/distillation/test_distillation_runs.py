@@ -1,8 +1,6 @@
 """Runs with a teacher: from checkpoints of any layout and of other programs, resumed to the bit, and refused before a model is loaded."""
 
-import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from canonical_weights import hash_tensors
 from everyday import nightly
+from metrics_files import logged_steps
 from run_here import MODEL, train_here, train_rank, trainer_of_command_line
 from tiny_models import tiny_model, write
 from torch.nn import functional as F
@@ -19,7 +18,6 @@ from megatrain.tools.main import main
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.distillation.teacher import RunTeacher
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
 CASE = "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume"
 STUDENT = [
     *MODEL,
@@ -40,9 +38,8 @@ def teacher(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(path: Path) -> list[dict[str, Any]]:
     """Return the losses and norms of the iterations in a metrics file."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
     names = ("iteration", "lm_loss", "kd_losses", "grad_norm")
-    return [{name: line[name] for name in names} for line in lines if "lm_loss" in line]
+    return [{name: line[name] for name in names} for line in logged_steps(path)]
 
 
 def flags_of(folder: Path, teacher: Path | str, *more: str) -> list[str]:
@@ -168,13 +165,6 @@ def test_a_trained_model_is_distilled_trained_on_and_exported(
     assert names.keys() - left.keys() == {"distillation.0.projection.weight"}
     pytest.importorskip("transformers")
     assert main(["convert", "megatrain-to-hf", str(distilled / "iter_0000004"), str(folder)]) == 0
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[tuple[Any, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("command_lines"), importlib.import_module("shrink_command_line")
 
 
 @pytest.mark.nightly

@@ -1,12 +1,12 @@
 """--lora-rank: every layout trains as one process does, in fp64; the base stays; exports compute what an evaluation does."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from canonical_weights import hash_tensors
 from everyday import only
+from metrics_files import logged_steps
 from run_here import MODEL, train_rank
 
 from megatrain.checkpoint.reader import CheckpointReader
@@ -30,8 +30,7 @@ LAYOUTS = {
 
 
 def losses(path: Path) -> list[float]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [x for line in lines if "lm_loss" in line for x in (line["lm_loss"], line["grad_norm"])]
+    return [x for line in logged_steps(path) for x in (line["lm_loss"], line["grad_norm"])]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,7 +1,6 @@
 """--qat: every layout trains as one process does, in fp64; the export computes what an evaluation does."""
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from canonical_weights import dequantized, hash_tensors
 from everyday import only
+from metrics_files import logged_steps
 from run_here import MODEL, train_rank, trainer_of_command_line
 from torch import Tensor
 
@@ -46,8 +46,7 @@ TOKENS = torch.arange(16)[None] * 7 % 101
 
 
 def losses(path: Path) -> list[float]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [x for line in lines if "lm_loss" in line for x in (line["lm_loss"], line["grad_norm"])]
+    return [x for line in logged_steps(path) for x in (line["lm_loss"], line["grad_norm"])]
 
 
 def stored(path: Path, name: str) -> Tensor:

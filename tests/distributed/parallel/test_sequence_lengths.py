@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from metrics_files import logged_lines
 from run_here import UnbrokenRuns, folder_flags, train_here
 
 from megatrain.tools.worker_pool import WorkerPool
@@ -39,8 +39,7 @@ def train(pool: WorkerPool, model: str, layout: str, folder: Path, *flags: str) 
 
 def losses(folder: Path) -> list[dict[str, Any]]:
     names = ("iteration", "seq_length", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate", "loss")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in names if name in line} for line in lines]
+    return [{name: line[name] for name in names if name in line} for line in logged_lines(folder)]
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from canonical_weights import hash_tensors
+from metrics_files import logged_losses, logged_steps
 from run_here import UnbrokenRuns, folder_flags, train_here
 from test_resume import metrics
 
@@ -195,11 +196,11 @@ def train_without_history(rank: int, world_size: int, flags: list[str]) -> int:
 
 
 def test_batch_sizes_and_learning_rates_follow_the_samples(whole: UnbrokenRuns) -> None:
-    steps = [line for line in metrics(whole["ramp"]) if "lm_loss" in line]
+    steps = logged_steps(whole["ramp"])
     assert [line["global_batch_size"] for line in steps] == [4] * 5 + [8] * 3 + [12] * 6
     assert [line["consumed_samples"] for line in steps][-1] == 116
     assert steps[4]["learning_rate"] == pytest.approx(1e-2)  # after 16 samples of warm-up
-    steps = [line for line in metrics(whole["steps dp2"]) if "lm_loss" in line]
+    steps = logged_steps(whole["steps dp2"])
     assert [line["global_batch_size"] for line in steps] == [4] * 5 + [8] * 4 + [16] * 5
 
 
@@ -238,7 +239,7 @@ def test_optimizer_state_may_move_to_the_host_and_back(
 
 @pytest.mark.parametrize("name", ["fp16", pytest.param("fp16 tp2 dp2", marks=pytest.mark.nightly)])
 def test_steps_that_overflow_are_skipped_and_not_scheduled(whole: UnbrokenRuns, name: str) -> None:
-    steps = [line for line in metrics(whole[name]) if "lm_loss" in line]
+    steps = logged_steps(whole[name])
     assert steps[0]["loss_scale"] == 8e6
     assert steps[0]["skipped"] == 1
     assert steps[0]["learning_rate"] == steps[1]["learning_rate"] == 0.0
@@ -269,7 +270,7 @@ def test_the_batch_size_may_change_when_resuming(pool: WorkerPool, tmp_path: Pat
     consent = "--override-opt-param-scheduler"
     flags = [*common, "--global-batch-size", "4", consent, "--eval-global-batch-size", "8"]
     assert pool.run(1, train_here, flags) == [0]
-    found = [line["consumed_samples"] for line in metrics(tmp_path) if "lm_loss" in line]
+    found = [line["consumed_samples"] for line in logged_steps(tmp_path)]
     assert found == [8, 16, 24, 32, 40, *range(44, 101, 4)]
 
 
@@ -305,9 +306,9 @@ def test_only_the_first_job_loads_the_pretrained_checkpoint(
     flags = [*folder_flags(tmp_path), "--pretrained-checkpoint", str(whole["ramp"]), "--seed", "5"]
     assert pool.run(1, train_here, [*flags, "--exit-interval", "6"]) == [75]
     assert pool.run(1, train_here, flags) == [0]
-    lines = [line for line in metrics(tmp_path) if "lm_loss" in line]
+    lines = logged_steps(tmp_path)
     assert [line["iteration"] for line in lines] == list(range(1, 21))
-    fresh = next(line["lm_loss"] for line in metrics(whole["ramp"]) if "lm_loss" in line)
+    fresh = logged_losses(whole["ramp"])[0]
     assert lines[0]["lm_loss"] < 0.9 * fresh
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_heads import DTYPES, MAX_ERRORS, head_sizes_of
+from kernel_reference import DTYPES, MAX_ERRORS, head_sizes_of
 from torch import Tensor
 
 from megatrain.kernels.attention.backends import CuDnn, Flash2, Flash4, TritonAttention

@@ -1,10 +1,10 @@
 """Frozen parts of a vision-language model have no gradients, no optimizer state, no backward pass, and do not move."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from metrics_files import logged_losses
 
 import pretrain
 from megatrain.config import parse
@@ -66,8 +66,7 @@ def test_a_frozen_tower_has_no_graph() -> None:
 
 def losses_of(flags: str, metrics: Path) -> list[float]:
     assert pretrain.main(f"{flags} --metrics-file {metrics}".split()) in (0, 75)  # 75: --exit-interval
-    lines = map(json.loads, metrics.read_text().splitlines())
-    return [line["lm_loss"] for line in lines if "lm_loss" in line]
+    return logged_losses(metrics)
 
 
 def test_a_run_with_a_frozen_tower_resumes_bit_for_bit(tmp_path: Path) -> None:

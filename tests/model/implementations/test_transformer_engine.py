@@ -168,10 +168,7 @@ def test_evaluation_needs_no_gradients(library: ModuleType) -> None:
     losses = []
     for implementation in ("local", "transformer_engine"):
         grid, model = build_grid(GridShape(), 0), built(SPECS["gpt2"], implementation)
-        buffers = allocate_buffers(
-            model.registry, grid=grid, weight_dtype=torch.float64, grad_dtype=torch.float64,
-            device=CPU, has_gradients=False,
-        )  # fmt: skip
+        buffers = allocate_buffers(model.registry, grid=grid, weight_dtype=torch.float64, device=CPU)
         fill_weights(buffers, InitialWeights(3))
         hidden, info = None, PassInfo(is_training=False)
         with torch.no_grad():

@@ -1,12 +1,12 @@
 """--log-straggler: the slowest and the fastest ranks are printed after each log line."""
 
-import json
 import re
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from metrics_files import logged_lines
 from run_helpers import command_line
 
 import pretrain
@@ -48,5 +48,4 @@ def test_a_run_prints_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         == 2
     )
     assert "--straggler-ctrlr-port 65535 is ignored: --log-straggler reports" in " ".join(output.split())
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 < line["compute_ms"] < line["iteration_ms"] for line in lines)
+    assert all(0 < line["compute_ms"] < line["iteration_ms"] for line in logged_lines(tmp_path))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metrics_files import logged_steps
 from run_helpers import command_line
 
 import pretrain
@@ -19,13 +20,11 @@ BAD_ITERATION = 5
 
 def run(folder: Path, exit_code: int, **flags: str) -> None:
     same: dict[str, str | None] = {"--save": str(folder), "--train-iters": "8", "--save-interval": "2"}
-    given = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
-    assert pretrain.main(command_line({**same, **given})) == exit_code
+    assert pretrain.main(command_line(same, **flags)) == exit_code
 
 
 def losses_of(folder: Path) -> dict[int, Any]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
+    return {line["iteration"]: line["lm_loss"] for line in logged_steps(folder)}
 
 
 def weights_of(folder: Path) -> list[bytes]:

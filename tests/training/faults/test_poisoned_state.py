@@ -17,8 +17,7 @@ from megatrain.training.engine import Engine
 
 def run(folder: Path, **changed: str) -> int:
     flags: dict[str, str | None] = {"--train-iters": "2", "--save": str(folder), "--load": str(folder)}
-    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    return pretrain.main(command_line(flags))
+    return pretrain.main(command_line(flags, **changed))
 
 
 def newest_iteration(folder: Path) -> int:

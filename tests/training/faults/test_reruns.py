@@ -23,8 +23,7 @@ Spoil = Callable[..., None]
 def run(folder: Path, exit_code: int, **flags: str) -> None:
     same = {"--save": str(folder), "--load": str(folder), "--load-or-start": "", "--train-iters": "8"}
     same |= {"--save-interval": "8", "--rerun-mode": "validate_results"}
-    given = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
-    assert pretrain.main(command_line({**same, **given})) == exit_code
+    assert pretrain.main(command_line(same, **flags)) == exit_code
 
 
 def state_of(folder: Path) -> list[bytes]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked_job import ForkedJob
+from metrics_files import logged_lines
 from run_helpers import ROOT, command_line, wait_for
 
 import pretrain
@@ -69,8 +70,7 @@ def test_a_stop_in_an_evaluation_is_prompt_and_the_evaluation_is_made_up_for(tmp
     assert json.loads((save / "status.json").read_text())["iteration"] == 2
     assert len((save / "metrics.jsonl").read_text().splitlines()) == 2
     assert pretrain.main(command_line({**flags, "--eval-iters": "2", "--exit-interval": "3"})) == 75
-    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["iteration"], "validation" in line) for line in lines] == [
+    assert [(line["iteration"], "validation" in line) for line in logged_lines(save)] == [
         (1, False), (2, False), (2, True), (3, False),
     ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metrics_files import logged_lines
 from run_helpers import ROOT, command_line, started, wait_for
 from test_run_log import VALUES
 
@@ -342,7 +343,7 @@ def test_wandb_offline_has_the_values_of_the_metrics_file_and_no_secret(tmp_path
         == 75
     )
     assert subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = logged_lines(tmp_path)
     names = {"lm_loss": "lm loss", "grad_norm": "grad-norm", "consumed_samples": "consumed samples"}
     points = history_of(tmp_path / "wandb")
     assert (

@@ -22,8 +22,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 def run(folder: Path, **changed: str) -> int:
     flags: dict[str, str | None] = {"--train-iters": "6", "--save": str(folder), "--load": str(folder)}
-    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    return pretrain.main(command_line(flags))
+    return pretrain.main(command_line(flags, **changed))
 
 
 def status_of(folder: Path) -> dict[str, Any]:

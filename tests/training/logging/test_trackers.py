@@ -1,6 +1,5 @@
 """MLflow and Comet: what they receive, resuming, and secrets; `test_curves.py` has what all trackers share."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metrics_files import logged_steps
 from run_helpers import ROOT, command_line
 
 import pretrain
@@ -138,8 +138,7 @@ def test_mlflow_has_the_values_of_the_metrics_file(tmp_path: Path, monkeypatch: 
             *flags_of(tmp_path / "run", **flags, **{"--train-iters": train_iters}),
         ]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = [(line["iteration"], line["lm_loss"]) for line in lines if "lm_loss" in line]
+    losses = [(line["iteration"], line["lm_loss"]) for line in logged_steps(tmp_path / "run")]
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     import mlflow
 

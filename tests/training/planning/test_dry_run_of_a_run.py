@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from metrics_files import logged_steps
 from run_helpers import command_line
 
 import pretrain
@@ -69,11 +69,9 @@ def marks_of(changed: dict[str, str | None]) -> dict[str, Landmark]:
 
 def metrics_of(folder: Path, changed: dict[str, str | None]) -> dict[int, dict[str, Any]]:
     """Train, and return the metrics of each iteration since."""
-    path = folder / "metrics.jsonl"
-    before = len(path.read_text().splitlines()) if path.exists() else 0
+    before = len(logged_steps(folder)) if (folder / "metrics.jsonl").exists() else 0
     assert pretrain.main(command_line(changed)) == 0
-    lines = (json.loads(line) for line in path.read_text().splitlines()[before:])
-    return {line["iteration"]: line for line in lines if "lm_loss" in line}
+    return {line["iteration"]: line for line in logged_steps(folder)[before:]}
 
 
 SKIPPING: dict[str, str | None] = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from metrics_files import logged_lines, logged_steps
 from run_helpers import command_line
 from tiny_tokenizers import gpt2_files
 
@@ -28,12 +29,8 @@ ROWS = {
 }
 
 
-def lines_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def steps(file: Path) -> list[Any]:
-    return [(line["lm_loss"], line["grad_norm"]) for line in lines_of(file) if "lm_loss" in line]
+    return [(line["lm_loss"], line["grad_norm"]) for line in logged_steps(file)]
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +77,16 @@ def test_training_is_not_changed_and_all_logs_have_the_scores(folder: Path, run:
     assert steps(run / "metrics.jsonl") == steps(folder / "plain.jsonl")
     found = [
         (line["iteration"], line["validation"], line)
-        for line in lines_of(run / "metrics.jsonl")
+        for line in logged_lines(run / "metrics.jsonl")
         if "validation" in line
     ]
     assert [key for *key, _ in found] == [
         [2, "animals"], [2, "cloze"], [3, "valid"], [4, "animals"], [4, "cloze"], [6, "valid"], [6, "test"], [6, "animals"], [6, "cloze"],
     ]  # fmt: skip
     resumed = [
-        line for line in lines_of(folder / "resumed.jsonl") if line["iteration"] > 3 and "validation" in line
+        line
+        for line in logged_lines(folder / "resumed.jsonl")
+        if line["iteration"] > 3 and "validation" in line
     ]
     assert resumed == [line for iteration, _, line in found if iteration > 3]
     assert found[0][2].keys() == {"iteration", "validation", "accuracy", "accuracy_norm", "log_likelihood"}
@@ -125,7 +124,7 @@ def test_a_checkpoint_scores_as_its_run_and_as_transformers(
     folder: Path, run: Path, tokenizer: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    last = {line["validation"]: line for line in lines_of(run / "metrics.jsonl") if "accuracy" in line}
+    last = {line["validation"]: line for line in logged_lines(run / "metrics.jsonl") if "accuracy" in line}
     assert (
         main(["evaluate", "--load", str(run), "--tasks", f"{folder}/tasks", "--json", "--batch-size", "2"])
         == 0
@@ -145,7 +144,7 @@ def test_a_checkpoint_scores_as_its_run_and_as_transformers(
         )
         == 0
     )
-    (only,) = [line for line in lines_of(folder / "only.jsonl") if "accuracy" in line]
+    (only,) = [line for line in logged_lines(folder / "only.jsonl") if "accuracy" in line]
     assert only == last["cloze"]
     assert main(["convert", "megatrain-to-hf", str(run), str(folder / "hf")]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)

@@ -1,7 +1,5 @@
 """Rules of sparse attention: each fires, names its flags and a remedy."""
 
-import pytest
-
 from megatrain.config import Facts
 
 DSA = "--experimental-attention-variant dsa"
@@ -21,9 +19,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
-)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
 

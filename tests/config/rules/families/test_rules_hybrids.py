@@ -1,7 +1,5 @@
 """Rules about hybrids: each fires, names its flags and a remedy."""
 
-import pytest
-
 from megatrain.config import Facts
 
 HYBRID = "--model-family hybrid --mamba-head-dim 2 --mamba-num-groups 2"
@@ -48,8 +46,5 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
-)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)

@@ -1,7 +1,5 @@
 """Rules about adapters: each names its flags and a remedy."""
 
-import pytest
-
 CASES = {
     "lora_covers_the_layers": [
         ("--lora-rank 4 --num-experts 4", "", None, ("--lora-rank 4", "Experts"), ("remove --lora-rank",)),
@@ -10,8 +8,5 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
-)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)

@@ -1,7 +1,5 @@
 """Rules about training aware of quantization: each names its flags and a remedy."""
 
-import pytest
-
 from megatrain.config import Facts
 
 QAT = "--qat int4 --qat-group-size 32"
@@ -19,8 +17,5 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
-)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)

@@ -53,9 +53,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
-)
 def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
     assert_refused(flags, named, remedy, without=without, facts=facts)
 

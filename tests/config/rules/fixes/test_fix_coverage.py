@@ -3,12 +3,15 @@
 calls with a fix (AST) ─┐
                         ├─> every call ran for some example, or stands in WITHOUT_A_COMMAND_LINE
 examples ─> calls that ran ─> the fix, applied ─> a run that resolves
+
+Mistakes in flags and YAML files are those of tests/config/cli.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,83 +79,38 @@ def files(digest: str, **values: Any) -> tuple[DatasetFacts, ...]:
 COMMANDS = {
     # name: (broken flags, mended flags or None: the fix names them, flags left out)
     "a word that is not UTF-8": ("--save s\udcff", "--save s", ""),
-    "a word without a flag": ("word", "", ""),
-    "a switch with a value": ("--swiglu 3", "--swiglu", "--swiglu"),
-    "an opposite with a value": ("--no-swiglu 3", "--no-swiglu", "--swiglu"),
-    "a flag without its value": ("--num-layers", "--num-layers 4", "--num-layers"),
-    "two values": ("--num-layers 2 4", "--num-layers 4", "--num-layers"),
-    "an unknown flag": ("--xyzzy-plugh-foo 3", "", ""),
-    "an alias with a value": ("--disable-msc 3 --no-position-embedding 3", "", ""),
-    "--config without a file": ("--config", "", ""),
-    "no number": ("--lr x", "--lr 1", "--lr"),
-    "no finite number": ("--lr inf", "--lr 1", "--lr"),
-    "no whole number": ("--num-layers x", "--num-layers 4", "--num-layers"),
     "a value of an alias": ("--disable-fp8-wgrad=3", "", ""),
-    "too large a number": (f"--num-layers {'9' * 30}", "--num-layers 4", "--num-layers"),
-    "out of range": ("--num-layers 0", "--num-layers 4", "--num-layers"),
-    "no value of none": ("--num-layers none", "--num-layers 4", "--num-layers"),
     "an unsupported choice": ("--dataloader-type external", None, ""),
-    "no choice": ("--normalization Foo", "--normalization LayerNorm", "--normalization"),
-    "missing": ("", "--num-layers 4", "--num-layers"),
-    "no start of a ramp": ("--rampup-batch-size 1 2 --train-samples 200", "--train-samples 200", "--train-iters"),
     "steps without a colon": ("--step-batch-size-schedule 8 --train-samples 200", "--step-batch-size-schedule 0:8 --train-samples 200", "--train-iters"),
-    "steps without 0": ("--step-batch-size-schedule 9k:8 --train-samples 200", "--step-batch-size-schedule 0:8 --train-samples 200", "--train-iters"),
     "two steps at 0": ("--step-batch-size-schedule 0:8,1:4 --train-samples 200", "--step-batch-size-schedule 0:8 --train-samples 200", "--train-iters"),
     "a step of 0": ("--step-batch-size-schedule 0:0 --train-samples 200", "--step-batch-size-schedule 0:8 --train-samples 200", "--train-iters"),
     "a step of x": ("--step-batch-size-schedule 0:x --train-samples 200", "--step-batch-size-schedule 0:8 --train-samples 200", "--train-iters"),
-    "a split of too large numbers": ("--split 1e308,1e308,1 --data-path d --tokenizer-type NullTokenizer", "--data-path d --tokenizer-type NullTokenizer", "--mock-data"),
-    "a split of four": ("--split 1,1,1,1 --data-path d --tokenizer-type NullTokenizer", "--data-path d --tokenizer-type NullTokenizer", "--mock-data"),
-    "linear attention everywhere": ("--experimental-attention-variant gated_delta_net", None, ""),
-    "retained checkpoints": ("--save s --save-interval 10 --save-retain-interval 25", None, ""),
     "non-persistent without a type": ("--save s --non-persistent-save-interval 2", None, ""),
     "local without a folder": ("--save s --non-persistent-save-interval 2 --non-persistent-ckpt-type local",
                                "--save s --non-persistent-save-interval 2 --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir l", ""),
     "evaluation of nothing": ("--eval-only --load c --eval-iters 0", None, ""),
     "upcycling without a dense model": (f"{UPCYCLED} 64", f"{UPCYCLED} 64 --pretrained-checkpoint d", ""),
-    "a flag of Megatron-LM's with two values": ("--use-mcore-models 3 4", "", ""),
     "a flag of Megatron-LM's with a value": ("--use-mcore-models 3", "", ""),
     "a value of Megatron-LM's given twice": ("--output-logit-dtype 3 4", "", ""),
     "a flag of Megatron-LM's without its value": ("--cross-entropy-fusion-impl", "", ""),
     "a choice of Megatron-LM's": ("--optimizer dist_muon", None, ""),
     "an unsupported value of Megatron-LM's": ("--output-logit-dtype bf16", "", ""),
-    "two kinds of recomputation": ("--recompute-granularity full --moe-layer-recompute --recompute-method uniform --recompute-num-layers 1", None, ""),
     "a tokenizer's id": ("--tokenizer-type NullTokenizer --null-tokenizer-eod-id 100", None, ""),
-    "an unknown tokenizer": ("--tokenizer-type NullTokeniser", "--tokenizer-type NullTokenizer", ""),
     "no parity": ("--require-parity --num-experts 4 --moe-router-load-balancing-type global_aux_loss", None, ""),
     "a huge split": (f"--split {'9' * 400} --data-path d --tokenizer-type NullTokenizer", "--data-path d --tokenizer-type NullTokenizer", "--mock-data"),
-    "adapters of experts": ("--lora-rank 4 --num-experts 4", "--num-experts 4", ""),
-    "adapters of no layer": ("--lora-rank 4 --lora-target-modules gate_proj", None, "--swiglu"),
-    "a choice that is not supported": ("--exp-avg-dtype fp8", "--exp-avg-dtype fp32", ""),
     "no file": ("--config /nonexistent/a.yaml", "", ""),
 }  # fmt: skip
 
-YAML = {
-    # name: (flag, broken text, mended text)
-    "no mapping": ("--config", "- 1\n", "model: {num_layers: 4}\n"),
-    "no section": ("--config", "xyz: {a: 1}\n", "model: {num_layers: 4}\n"),
-    "a removed setting": ("--config", "training: {product_algorithms: a.json}\n", "model: {num_layers: 4}\n"),
-    "no field": ("--config", "model: {xyzzy_plugh: 1}\n", "model: {num_layers: 4}\n"),
-    "an old name": ("--config", "training: {batch_size: 4}\n", "training: {micro_batch_size: 4}\n"),
-    "a bad value": ("--config", "model: {num_layers: x}\n", "model: {num_layers: 4}\n"),
-    "a list": ("--config", "model: {num_layers: [1, 2]}\n", "model: {num_layers: 4}\n"),
-    "nested lists": ("--config", "data: {data_path: [[1], 2]}\n", "model: {num_layers: 4}\n"),
-    "an old name of Megatron-LM's": ("--config", "model: {use_rotary_position_embeddings: true}\n", "model: {num_layers: 4}\n"),
-    "no value": ("--config", "model: {num_layers: null}\n", "model: {num_layers: 4}\n"),
-    "a mapping": ("--config", "model: {num_layers: {a: 1}}\n", "model: {num_layers: 4}\n"),
-    "a boolean": ("--config", "model: {spec: true}\n", "model: {num_layers: 4}\n"),
-    "a list as a name": ("--config", "model: {[1]: 4}\n", "model: {num_layers: 4}\n"),
-    "twice": ("--config", "model: {num_layers: 4, num_layers: 4}\n", "model: {num_layers: 4}\n"),
-    "flat and in its section": ("--config", "model: {num_layers: 4}\nnum_layers: 4\n", "model: {num_layers: 4}\n"),
-    "a scalar section": ("--config", "model: 3\n", "model: {num_layers: 4}\n"),
-    "invalid": ("--config", "model: {\n", "model: {num_layers: 4}\n"),
-    "no mapping of Megatron-LM's": ("--yaml-cfg", "- 1\n", "num_layers: 4\n"),
-    "a list as a name of Megatron-LM's": ("--yaml-cfg", "[1]: 4\n", "num_layers: 4\n"),
-    "nested lists of Megatron-LM's": ("--yaml-cfg", "num_layers: [[1]]\n", "num_layers: 4\n"),
-    "no activation of Megatron-LM's": ("--yaml-cfg", "activation_func: foo\n", "num_layers: 4\n"),
-    "a section of --config": ("--yaml-cfg", "optimizer: {lr: 1}\n", "num_layers: 4\n"),
-    "no section of Megatron-LM's": ("--yaml-cfg", "xyz: {a: 1}\n", "num_layers: 4\n"),
-    "an unknown argument": ("--yaml-cfg", "xyzzy_plugh: 1\n", "num_layers: 4\n"),
-}  # fmt: skip
+
+def mistakes(file: Path) -> Iterator[list[str]]:
+    """Yield the command lines that the tests of tests/config/cli break; those of YAML name `file`, with its text."""
+    cli = Path(__file__).parents[2] / "cli"
+    for argv, _, _ in runpy.run_path(str(cli / "test_command_line.py"))["MISTAKES"]:
+        yield argv
+    for flag, test in (("--config", "test_yaml_file.py"), ("--yaml-cfg", "test_megatron_yaml.py")):
+        for text, _, _ in runpy.run_path(str(cli / test))["MISTAKES"]:
+            file.write_text(text)
+            yield [flag, str(file)]
 
 
 def other_facts(arguments_of: Any) -> Iterator[tuple[str, Facts, Facts, str]]:
@@ -272,14 +230,8 @@ def test_every_fix_has_an_example(arguments_of: Any, seen: set[Site], tmp_path: 
         problems_of(arguments_of(flags, without), facts or Facts())
     for name, (broken, mended, without) in COMMANDS.items():
         wrong += failures(name, arguments_of(broken, without), mended_line(mended, without), Facts())
-    for name, (flag, broken, mended) in YAML.items():
-        file = tmp_path / "a.yaml"
-        file.write_text(broken)
-        given = arguments_of(f"{flag} {file}", "")
-        if not problems_of(given, Facts()):
-            wrong.append(f"{name}: no problem")
-        file.write_text(mended)
-        wrong += [f"{name}: {problem}" for problem in problems_of(given, Facts())]
+    for given in mistakes(tmp_path / "a.yaml"):
+        problems_of(given, Facts())
     for name, broken, mended, facts in resumed(arguments_of):
         wrong += failures(name, arguments_of(broken, ""), mended_line(mended, ""), facts)
     for name, broken, mended, without, facts in of_facts():

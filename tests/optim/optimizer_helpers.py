@@ -1,6 +1,7 @@
-"""An optimizer over parameters of every kind, for updates of whole matrices."""
+"""Optimizers of one process; one of them has parameters of every kind, for updates of whole matrices."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -8,7 +9,7 @@ from megatrain.config.derive.lr_schedule import ParamKind
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.matrix_update import MatrixUpdate
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.optim.update_rules import AdamwRule
+from megatrain.optim.update_rules import AdamwRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.buckets import Shard
 from megatrain.parallel.build_grid import build_grid
@@ -18,6 +19,7 @@ from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry, Piece, ShardedModule
 from megatrain.parallel.rank_lists import GridShape
 
+ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
 HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1)
 PARAMETERS: dict[str, tuple[ParamKind, dict[str, tuple[int, ...]]]] = {
     "norm": ("vector", {"norm": (7,)}),
@@ -48,21 +50,33 @@ def optimizer_with(
             num_matrices=2 if name == "experts" else 1,
         )
         module.add_weight(name, layout, dtype)
-    grid = build_grid(GridShape(has_matrices=True), 0)
+    return optimizer_of_modules([module], ADAMW, dtype, update_of, clip_grad=0.0, master_dtype=dtype)
+
+
+def optimizer_of_modules(
+    modules: Sequence[ShardedModule],
+    rule: UpdateRule,
+    dtype: torch.dtype,
+    update_of: Callable[[Sequence[Shard], RankGrid], MatrixUpdate] | None = None,
+    **options: Any,
+) -> ShardedOptimizer:
+    """Return an optimizer of one process, with initial weights.
+
+    Args:
+        dtype: of the weights.
+        update_of: the update of matrices.
+        options: of ShardedOptimizer.
+    """
+    grid = build_grid(GridShape(has_matrices=update_of is not None), 0)
     buffers = allocate_buffers(
-        ParamRegistry.of([module]),
+        ParamRegistry.of(list(modules)),
         grid=grid,
         weight_dtype=dtype,
         grad_dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    optimizer = ShardedOptimizer(
-        DataParallel(buffers, grid),
-        AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8),
-        matrices=update_of(buffers.shards, grid),
-        clip_grad=0.0,
-        master_dtype=dtype,
-    )
+    matrices = None if update_of is None else update_of(buffers.shards, grid)
+    optimizer = ShardedOptimizer(DataParallel(buffers, grid), rule, matrices=matrices, **options)
     optimizer.fill("weight", InitialWeights(1))
     optimizer.sync_model_weights()
     return optimizer
@@ -87,6 +101,16 @@ def drawn(optimizer: ShardedOptimizer, steps: int = 3) -> list[dict[str, torch.T
         {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         for _ in range(steps)
     ]
+
+
+def assert_unchanged_by_nan(optimizer: ShardedOptimizer) -> None:
+    """Check that a step whose gradients are not finite changes no state."""
+    before = [values.clone() for kind in optimizer.kinds for _, _, values in optimizer.owned(kind)]
+    optimizer.buffers.gradients.full[0].fill_(float("nan"))
+    norm = optimizer.gradient_norm()
+    optimizer.step(HYPERPARAMS, norm=norm, is_finite=norm.isfinite())
+    after = [values for kind in optimizer.kinds for _, _, values in optimizer.owned(kind)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def matrices(name: str, value: torch.Tensor, *, splits_qkv: bool) -> list[torch.Tensor]:
