@@ -149,7 +149,7 @@ def test_a_line_without_a_conversation_is_a_bad_line(tmp_path, capsys, row):
 @pytest.mark.parametrize(
     ("row", "fix"),
     [
-        ({"prompt": "1", "completion": "2"}, "write rows as {\"messages\": [{\"role\": \"user\""),
+        ({"prompt": "1", "completion": "2"}, 'write rows as {"messages": [{"role": "user"'),
         ({"chat": [{"role": "assistant", "content": "1"}]}, "name the key of the messages with --json-keys (chat)"),
     ],
 )  # fmt: skip
