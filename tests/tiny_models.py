@@ -66,6 +66,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GQA, **EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 40, "linear_conv_kernel_dim": 3,
          "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 6},
     ),
+    "Qwen3.5": (
+        "Qwen3_5ForCausalLM",
+        {**GQA, "head_dim": 16, "linear_conv_kernel_dim": 3, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+         "linear_num_value_heads": 4, "linear_value_head_dim": 6,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+                             "mrope_section": [1, 1, 0], "mrope_interleaved": True}},
+    ),
     "OLMo-2": ("Olmo2ForCausalLM", GQA),
     "OLMoE": ("OlmoeForCausalLM", {**GQA, "intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}),
     "GPT-2": (

@@ -123,7 +123,8 @@ def load_model(folder: Path, options: ModelOptions) -> LoadedModel:
             continue
         return dataclasses.replace(loaded, skipped=tuple(skipped))
     raise NoCheckpointError(
-        f"--load {folder} has no valid checkpoint" + "".join(f"\n  {line}" for line in skipped),
+        f"--load {folder} {'has no valid checkpoint' if folder.exists() else 'does not exist'}"
+        + "".join(f"\n  {line}" for line in skipped),
         fix="set --load to the --save folder of pretrain.py, to one of its iter_NNNNNNN folders, or to a folder of"
         " transformers with config.json; `megatrain checkpoint ls FOLDER` lists checkpoints",
     )

@@ -10,7 +10,7 @@ from megatrain.config.derive.vision import image_shape, sample_length, text_leng
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.data import MASKED_FAMILIES
 from megatrain.data.images.build import ImageBuilder
-from megatrain.data.images.conversations import Encoder, ImageSamples, Unread
+from megatrain.data.images.conversations import Encoder, ImageSamples, Unlearned
 from megatrain.data.images.pixels import require_pillow, tiling_of
 from megatrain.data.images.vectors import MockImages
 from megatrain.data.samples.build import SamplePlans, SplitDatasets
@@ -86,7 +86,7 @@ def image_conversations(
         stops=config.data.stop_at_unread_images,
     )
     builder = ImageBuilder(
-        encoder=Encoder(options, tokenizer, plan.derived.eod_id or 0, Unread(log)),
+        encoder=Encoder(options, tokenizer, plan.derived.eod_id or 0, Unlearned(log)),
         cache=IndexCache(config.data.data_cache_path, log),
         seed=plans.seed,
         is_packed=config.data.use_packed_sequence,

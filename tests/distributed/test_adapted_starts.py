@@ -89,7 +89,7 @@ def test_new_tokens_train_in_rows_of_padding(pool: WorkerPool, origin: Path, tmp
     assert (
         weights(tmp_path / "trained")[EMBEDDING][101:] != found[101:]
     ).all()  # the softmax is over all tokens
-    with pytest.raises(ConfigError, match="--vocab-size cannot change on resume"):
+    with pytest.raises(ConfigError, match="--vocab-size cannot differ from"):
         train_here(0, 1, [*SHORT, *folders, "--vocab-size", "129"])
 
 

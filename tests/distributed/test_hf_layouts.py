@@ -33,7 +33,7 @@ LAYOUTS = {
 }
 FAMILIES = (
     *("Llama 2", "Llama 3", "Mistral", "Qwen2", "Qwen2.5", "Qwen3", "OLMo-2", "Phi-3", "GPT-2", "GPT-NeoX", "Pythia"),
-    *("Gemma 2", "Gemma 3", "Qwen2-MoE", "Qwen3-MoE", "Qwen3-Next", "Mixtral", "OLMoE", "DeepSeek-V2", "DeepSeek-V3", "gpt-oss"),
+    *("Gemma 2", "Gemma 3", "Qwen2-MoE", "Qwen3-MoE", "Qwen3-Next", "Qwen3.5", "Mixtral", "OLMoE", "DeepSeek-V2", "DeepSeek-V3", "gpt-oss"),
     *("Nemotron-H", "Nemotron 3", "Mamba-2", "Bamba"),
 )  # fmt: skip
 CASES = [

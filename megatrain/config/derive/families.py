@@ -24,6 +24,7 @@ from megatrain.config.model_spec.stack import HeadSpec, Stack
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tree import flag_of
+from megatrain.config.schema.values import INVALID
 
 BERT_SPECIAL_TOKENS = 3
 """Tokens of a sample of BERT that are no text, at most."""
@@ -59,8 +60,10 @@ def settings_of_pattern(known: Callable[[str], Any]) -> tuple[dict[str, Any], li
     if text is None and num_layers is not None and sum(shares.values()) <= 1:
         text = pattern_of_shares(num_layers, *shares.values())
     pattern = known_pattern(text)
-    if pattern is None or not pattern.layers:
-        return {}, []
+    if (
+        pattern is None or not pattern.layers
+    ):  # a rule reports the pattern, which also decides the number of layers
+        return ({} if num_layers is not None else {"model.num_layers": INVALID}), []
     settings: dict[str, Any] = {"model.hybrid_layer_pattern": text, "model.num_layers": len(pattern.layers)}
     if pattern.num_depths and known("model.mtp_num_layers") is None:
         settings["model.mtp_num_layers"] = pattern.num_depths

@@ -135,4 +135,4 @@ def _check_letters(text: str, letters: str) -> None:
     known = (*LETTERS, SIDE_BY_SIDE)
     unknown = sorted(set(letters) - set(known))
     if unknown:
-        raise PatternError(f"'{text}' has {unknown[0]!r}, which is none of {' '.join(known)}")
+        raise PatternError(f"'{text}' has {unknown[0]!r}, which is no letter of a layer")

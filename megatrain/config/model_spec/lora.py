@@ -48,8 +48,12 @@ class LoraSpec:
 
     def adapts(self, weight: str) -> bool:
         """Return whether a weight, by its canonical name, has an adapter."""
-        ends = tuple(f".{name}.weight" for module in self.modules for name in _TENSORS[module])
-        return weight.endswith(ends)
+        return weight.endswith(tuple(f".{name}.weight" for name in adapted_weights(self.modules)))
+
+
+def adapted_weights(modules: Sequence[LoraModule]) -> frozenset[str]:
+    """Return the ends of the canonical names of the weights that have an adapter, without `.weight`."""
+    return frozenset(name for module in modules for name in _TENSORS[module])
 
 
 def modules_with(weights: Sequence[str]) -> tuple[LoraModule, ...]:

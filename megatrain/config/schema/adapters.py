@@ -5,15 +5,20 @@ from typing import Any
 
 from megatrain.config.model_spec.lora import LoraModule
 from megatrain.config.schema.needs import conflict, on
-from megatrain.config.schema.resume_class import FUNCTION, SHAPE, STEPS, is_turned_on
+from megatrain.config.schema.resume_class import FUNCTION, SHAPE, STEPS
 from megatrain.config.schema.setting import ARGS, Section, setting
 
 _FROZEN = ": adapters leave all other weights frozen"
 _NEEDS = on("adapters.lora_rank")
 
 
+def _is_added(stored: Any, _: Any) -> bool:
+    """Adapters that the weights lack are drawn."""
+    return stored is None
+
+
 def _may_differ(_stored: Any, _now: Any) -> bool:
-    """Adapters that the checkpoint lacks are drawn; those that the model lacks are an error of loading."""
+    """Adapters that the weights lack are drawn; `adapters_of_the_weights_are_kept` reports those that the model lacks."""
     return True
 
 
@@ -24,7 +29,7 @@ class AdaptersConfig(Section, on_resume=SHAPE, taken_by=ARGS):
     lora_rank: int | None = setting(
         None,
         at_least=1,
-        adapts=is_turned_on,
+        adapts=_is_added,
         conflicts=(
             conflict(
                 "optimizer.optimizer",

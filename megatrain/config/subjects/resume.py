@@ -52,12 +52,28 @@ def settings_match_checkpoint(draft: Draft) -> Problems:
         alternative = {
             "--finetune": _NEW_RUN,
             "--no-load-optim": "add --no-load-optim to continue without the optimizer state",
-        }.get(resume_class.consent, "start from scratch without --load and with another --save")
+        }.get(resume_class.consent, _from_scratch(draft))
+        if setting.path == "adapters.lora_rank" and stored is not None and checkpoint:
+            alternative = (
+                f"merge the adapters (megatrain checkpoint merge-lora {checkpoint.path} TARGET) and start a new run from"
+                " them (--pretrained-checkpoint TARGET, another --save and --load)"
+            )
+        change = (
+            "differ from that of the weights" if checkpoint and checkpoint.is_start else "change on resume"
+        )
         yield Problem(
-            f"{setting.flag} cannot change on resume, since {resume_class.reason}:"
+            f"{setting.flag} cannot {change}, since {resume_class.reason}:"
             f" the checkpoint has {_with_unit(setting, stored)}, this run {_with_unit(setting, now)}",
             f"use the stored value ({_as_flag(setting, stored)}){_in_pieces(draft, setting, stored, now)}, or {alternative}",
         )
+
+
+def _from_scratch(draft: Draft) -> str:
+    """Return the fix of a run that cannot use the weights of the checkpoint."""
+    checkpoint = draft.facts.checkpoint
+    is_pretrained = checkpoint and checkpoint.is_start and _flag_of_start(draft) == "--pretrained-checkpoint"
+    flag = "--pretrained-checkpoint" if is_pretrained else "--load"
+    return f"start from scratch without {flag} and with another --save"
 
 
 def _in_pieces(draft: Draft, setting: Setting, stored: Any, now: Any) -> str:
@@ -203,7 +219,7 @@ def tokenizer_matches_checkpoint(draft: Draft) -> Problems:
         yield Problem(
             "--tokenizer-model cannot change on resume, since token ids would mean different text: the checkpoint has"
             f" fingerprint {before}, this run {now}",
-            "use the tokenizer of the stored run, or start from scratch without --load and with another --save",
+            f"use the tokenizer of the stored run, or {_from_scratch(draft)}",
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from megatrain.config.facts import DatasetFacts
 from megatrain.data.images.conversations import Encoder, ImageConversations, row_of
 from megatrain.data.images.packing import RowOrder, packed_order
 from megatrain.data.images.pixels import require_pillow
-from megatrain.data.images.rows import Rows, open_rows
+from megatrain.data.images.rows import Rows, Shards, open_rows
 from megatrain.data.samples.blend import BlendedDataset, build_blend_index
 from megatrain.data.samples.build import SamplePlans, SplitDatasets
 from megatrain.data.samples.index_cache import Arrays, IndexCache
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from megatrain.data.samples.dataset import SampleDataset
 
 _FLAG = "--image-data-path"
+_TRIED = 64
+"""Rows whose images are looked for before a run."""
 Parts = tuple[tuple[Rows, range], ...]
 
 
@@ -49,6 +52,7 @@ def image_facts(data: DataConfig, *, most_images: int, log: Callable[[str], None
     for number, source in enumerate(blend.prefixes):
         rows = opened(source, cache)
         _check(rows, most_images, cache)
+        _check_folder(rows)
         facts.append(
             DatasetFacts(
                 split="all",
@@ -102,6 +106,19 @@ def _check(rows: Rows, most_images: int, cache: IndexCache) -> None:
         return {"rows": np.array([len(rows)], np.int64)}
 
     cache.arrays("checked", len(rows), {"digest": rows.digest, "images": most_images}, build)
+
+
+def _check_folder(rows: Rows) -> None:
+    """Raise InputError if no image of the first rows exists: all names are then relative to another folder."""
+    if isinstance(rows, Shards):
+        return
+    first = range(min(len(rows), _TRIED))
+    images = [rows.path.parent / image for number in first for image in rows[number].images]
+    if images and not any(os.path.exists(image) for image in images):  # noqa: PTH110 (False for a null byte)
+        raise InputError(
+            f"{_FLAG} {rows.path}: no image of its first {len(first)} rows exists, such as {images[0]}",
+            fix=f"name images relative to the folder of the file, {rows.path.parent}, or move the file",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

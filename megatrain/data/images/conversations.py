@@ -60,19 +60,33 @@ class ImageSamples:
 
 
 @dataclass(frozen=True)
-class Unread:
-    """The images of a run that could not be read; each is logged once."""
+class Unlearned:
+    """The samples of a run without a loss: those of images that could not be read, and those whose answers are cut off."""
 
     log: Callable[[str], None]
-    names: set[tuple[str, str]] = field(default_factory=set)
+    images: set[tuple[str, str]] = field(default_factory=set)
+    cut: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, sample: str, image: str, problem: str) -> None:
+    def add_image(self, sample: str, image: str, problem: str) -> None:
         """Name an image and its sample, and count it."""
         with self.lock:
-            if (sample, image) not in self.names:
-                self.names.add((sample, image))
-                self.log(f"{sample} has no loss: {problem} ({len(self.names)} images so far)")
+            if (sample, image) not in self.images:
+                self.images.add((sample, image))
+                self.log(f"{sample} has no loss: {problem} ({len(self.images)} images so far)")
+
+    def add_cut(self, sample: str, length: int) -> None:
+        """Count a sample without an answer before the cut; name the first, the tenth, the hundredth ..."""
+        with self.lock:
+            if sample in self.cut:
+                return
+            self.cut.add(sample)
+            count = len(self.cut)
+            if count == 10 ** (len(str(count)) - 1):
+                self.log(
+                    f"{sample} has no loss: no answer begins within its first {length} tokens of text; a larger --seq-length"
+                    f" keeps more ({count} such samples so far)"
+                )
 
 
 @dataclass(frozen=True)
@@ -82,7 +96,7 @@ class Encoder:
     options: ImageSamples
     tokenizer: Tokenizer
     eod: int
-    unread: Unread
+    unlearned: Unlearned
 
     def lengths(self, row: Row) -> tuple[int, int]:
         """Return the tokens of the text of a row in a sample, and its tiles, from the headers of its images."""
@@ -96,7 +110,10 @@ class Encoder:
         tokens, labels = self._tokens(row)
         # The label of a token is the one after it; the last one has none.
         following = np.append(labels[1:], NO_LABEL)
-        is_learned = (following >= 0) & all(one is not None for one in read)
+        has_label = following >= 0
+        if not has_label.any():
+            self.unlearned.add_cut(row.name, self.options.text_length)
+        is_learned = has_label & all(one is not None for one in read)
         blank = np.zeros((1, *self.options.image_shape[1:]), np.float32)
         unread = ReadImage(blank, np.arange(self.options.tiling.num_vectors))
         arrays = {
@@ -148,7 +165,7 @@ class Encoder:
             problem = error.problems[0]
             if self.options.stops:
                 raise InputError(f"{row.name}: {problem.text}", fix=problem.fix) from error
-            self.unread.add(row.name, image, problem.text)
+            self.unlearned.add_image(row.name, image, problem.text)
             return None
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from megatrain.config.errors import is_unicode
 from megatrain.data.preprocess.chat_template import ChatTemplate, TemplateSettings
-from megatrain.data.preprocess.documents import InvalidDocumentError, Row, kind_of
+from megatrain.data.preprocess.documents import InvalidDocumentError, Row, is_list_of_objects, kind_of
 
 PromptFormat = Literal["chatml", "nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"]
 Message = Mapping[str, Any]
@@ -38,8 +38,12 @@ _ROLES: Final = {
 }
 """ShareGPT's names of roles, and OpenAI's."""
 _USE_TEMPLATE: Final = (
-    "use --sft-tokenizer-prompt-format default, the tokenizer's chat template, or correct the line"
+    "use --sft-tokenizer-prompt-format default with a tokenizer that has a chat template or with --chat-template FILE,"
+    " or correct the line"
 )
+
+
+_ROW: Final = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
 class Segment(NamedTuple):
@@ -154,9 +158,12 @@ def read_messages(row: Row, key: str) -> list[dict[str, Any]]:
         raise InvalidDocumentError(f"key {name!r} is {what}, not a list of messages")
     if found is None:
         present = ", ".join(map(repr, list(row)[:8])) or "nothing"
+        others = [name for name, value in row.items() if is_list_of_objects(value)]
         raise InvalidDocumentError(
             f"key {key!r} has no list of messages; the keys are {present}",
-            fix="name the key of the messages with --json-keys, or correct the line",
+            fix=f"name the key of the messages with --json-keys ({' or '.join(others[:8])}), or correct the line"
+            if others
+            else f"write rows as {_ROW}, or correct the line",
         )
     messages = [_message(number, message) for number, message in enumerate(found, start=1)]
     system = row.get("system")

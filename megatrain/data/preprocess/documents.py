@@ -88,6 +88,9 @@ class Chunk:
         return lines
 
 
+_CHAT_FIX: Final = "add --sft, which reads conversations"
+
+
 class InvalidDocumentError(Exception):
     """A line or row that contains no document; the message is the reason."""
 
@@ -161,23 +164,35 @@ def _sentences(document: Row, key: str) -> list[str]:
         value = document[key]
     except KeyError:
         present = ", ".join(repr(name) for name in list(document)[:8]) or "nothing"
-        texts = [name for name, text in document.items() if isinstance(text, str | list)][:8]
+        texts = [
+            name
+            for name, text in document.items()
+            if isinstance(text, str | list) and not is_list_of_objects(text)
+        ]
+        fixes = [_CHAT_FIX] if any(map(is_list_of_objects, document.values())) else []
+        fixes += [f"name the key of the text with --json-keys ({' or '.join(texts[:8])})"] if texts else []
         raise InvalidDocumentError(
             f"key {key!r} is missing; the keys are {present}",
-            fix=f"name the key of the text with --json-keys ({' or '.join(texts)}), or correct the line"
-            if texts
-            else "correct the line",
+            fix=", or ".join([*fixes, "correct the line"]),
         ) from None
     sentences = value if isinstance(value, list) else [value]
     for sentence in sentences:
         if not isinstance(sentence, str):
             kind = f"a list with {kind_of(sentence)}" if isinstance(value, list) else kind_of(value)
-            raise InvalidDocumentError(f"key {key!r} is {kind}, not a string or a list of strings")
+            raise InvalidDocumentError(
+                f"key {key!r} is {kind}, not a string or a list of strings",
+                fix=f"{_CHAT_FIX}, or correct the line" if is_list_of_objects(value) else "correct the line",
+            )
         if not is_unicode(sentence):
             raise InvalidDocumentError(
                 f"key {key!r} contains half of a surrogate pair, which is not a character"
             )
     return sentences
+
+
+def is_list_of_objects(value: object) -> bool:
+    """Return whether a value may be the messages of a conversation."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
 
 
 def kind_of(value: object) -> str:

@@ -32,12 +32,15 @@ class Rope:
     types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     absent: Mapping[str, Any] | None = None
     """Parameters of a config.json without them."""
+    of_images: tuple[str, ...] = ()
+    """Parameters without effect on text."""
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
         keys = _given(source)
         keys = dict((self.absent if keys is None else keys) or {})
         if any(isinstance(value, dict) for value in keys.values()):
             raise source.refusal("rope_parameters", keys, "one RoPE for all layers is needed")
+        keys = {name: value for name, value in keys.items() if name not in self.of_images}
         keys.setdefault("rope_theta", source.get(self.theta, default=self.base))
         old = self.partial or "partial_rotary_factor"
         keys.setdefault("partial_rotary_factor", source.get(old, default=self.percent))

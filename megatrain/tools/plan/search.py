@@ -84,6 +84,8 @@ class Run:
     def workload(self) -> Workload:
         """Return the model and the batch. The layout of the flags need not be possible on these GPUs."""
         if self.request.known("training.global_batch_size") is None:
+            if self.request.problems:
+                raise ConfigError.of(self.request.problems)
             raise ConfigError(
                 "--global-batch-size is not set: the best layout depends on it",
                 fix="give --global-batch-size the samples of an iteration",

@@ -19,6 +19,7 @@ from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.families.table import family_of
 from megatrain.interop.hf.family import COUNT
 from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder
+from megatrain.interop.hf.peft_adapters import CONFIG as ADAPTER_CONFIG
 from megatrain.interop.hf.settings import read_settings
 
 
@@ -42,6 +43,15 @@ def start_of_folder(name: str) -> tuple[StoredRun, Mapping[str, Any]]:
         path=name, iteration=0, consumed_train_samples=0, config=compared, sources=(name,), is_start=True
     )
     return start, config
+
+
+def fix_of_transformers(flag: str, folder: Path) -> str:
+    """Return the fix for a flag of checkpoints that names a folder of transformers or peft; empty: it names neither."""
+    if (folder / CONFIG_NAME).is_file():
+        return f"give {flag} {HF_PREFIX}{folder}, since it is a folder of transformers"
+    if (folder / ADAPTER_CONFIG).is_file():
+        return f"convert the adapters of peft first: megatrain convert peft-to-megatrain {folder} TARGET --base FOLDER"
+    return ""
 
 
 def described_settings(request: Request) -> tuple[dict[str, Any], str]:

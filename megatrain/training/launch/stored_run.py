@@ -32,7 +32,7 @@ from megatrain.config.facts import FIRST_START
 from megatrain.config.schema.training import HF_PREFIX, non_persistent_folder
 from megatrain.config.stored_settings import stored_settings
 from megatrain.training.launch.foreign_checkpoints import foreign_candidates, newest_foreign
-from megatrain.training.launch.hf_folder import start_of_folder
+from megatrain.training.launch.hf_folder import fix_of_transformers, start_of_folder
 
 
 def stored_run(request: Request) -> StoredRun | None:
@@ -253,12 +253,13 @@ def _no_checkpoint(flag: str, path: Path, others: Sequence[Path] = ()) -> NoChec
     reasons = "".join(f"\n  {one.path}: {one.problem}" for one in damaged)
     has_none = "has no valid checkpoint" if folder.exists() else "does not exist"
     anew = "without --load, or with --load-or-start" if flag == "--load" else f"without {flag}"
-    return NoCheckpointError(
-        f"{flag} {folder} {has_none}{reasons}",
-        fix="restore one of these from a backup, or remove them to start from scratch"
-        if damaged
-        else f"name the folder that --save named (it has iter_NNNNNNN folders), or start from scratch: {anew}",
-    )
+    if damaged:
+        fix = "restore one of these from a backup, or remove them to start from scratch"
+    else:
+        fix = fix_of_transformers(flag, folder) or (
+            f"name the folder that --save named (it has iter_NNNNNNN folders), or start from scratch: {anew}"
+        )
+    return NoCheckpointError(f"{flag} {folder} {has_none}{reasons}", fix=fix)
 
 
 def _newest_by_name(folder: Path) -> Candidate | None:

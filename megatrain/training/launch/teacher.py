@@ -22,6 +22,7 @@ from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.model.gpt import EMBEDDING_NAME
 from megatrain.training.launch.foreign_checkpoints import foreign_candidates
+from megatrain.training.launch.hf_folder import fix_of_transformers
 
 _MODEL_CONFIG = "model_config.yaml"
 
@@ -88,8 +89,9 @@ def _own_manifest(path: Path) -> Manifest:
     newest = newest_valid(path)
     if newest is None:
         raise ConfigError(
-            f"--export-kd-teacher-load {path} has no valid checkpoint",
-            fix="name a folder of checkpoints, one of its iter_NNNNNNN folders, or hf:FOLDER with a folder of transformers",
+            f"--export-kd-teacher-load {path} {'has no valid checkpoint' if path.exists() else 'does not exist'}",
+            fix=fix_of_transformers("--export-kd-teacher-load", path)
+            or "name a folder of checkpoints, one of its iter_NNNNNNN folders, or hf:FOLDER with a folder of transformers",
         )
     return read_manifest(newest.path)
 

@@ -76,6 +76,56 @@ def test_a_setting_that_cannot_change_is_named_with_its_values(assert_refused, s
     assert_refused(f"{BASE} {flags}", ("cannot change on resume", *named), remedy, facts=stored)
 
 
+LORA = "--lora-rank 4 --lora-target-modules q_proj v_proj"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named", "remedy"),
+    [
+        (
+            LORA.replace("4", "8"),
+            ("--lora-rank", "has 4, this run 8"),
+            ("--lora-rank 4", "merge-lora c TARGET"),
+        ),
+        (
+            "",
+            ("--lora-rank", "has 4, this run none"),
+            ("merge-lora c TARGET", "--pretrained-checkpoint TARGET"),
+        ),
+        (
+            LORA.replace(" v_proj", ""),
+            ("--lora-target-modules q_proj leaves out", "attention.v"),
+            ("q_proj v_proj",),
+        ),
+    ],
+)
+@pytest.mark.parametrize("start", ["--finetune --load c", "--pretrained-checkpoint c"])
+def test_a_new_run_has_the_adapters_of_its_weights_or_merges_them(
+    assert_refused, plan_of, stored, flags, named, remedy, start
+):
+    config = json.loads(json.dumps(plan_of(f"{BASE} {LORA}").config.to_dict()))
+    run = dataclasses.replace(stored.checkpoint, config=config, is_start=True)
+    facts = dataclasses.replace(stored, checkpoint=run)
+    assert_refused(f"{BASE} {flags} {start}", named, remedy, facts=facts)
+    plan_of(f"{BASE} {LORA} k_proj {start}", facts=facts)  # more adapters are drawn
+    without = dataclasses.replace(stored.checkpoint, is_start=True)
+    plan_of(f"{BASE} {LORA} {start}", facts=dataclasses.replace(stored, checkpoint=without))
+
+
+@pytest.mark.parametrize(
+    ("start", "flag"),
+    [("--pretrained-checkpoint c", "--pretrained-checkpoint"), ("--finetune --load c", "--load"), ("--load hf:c", "--load")],
+)  # fmt: skip
+def test_a_run_that_cannot_take_the_weights_leaves_out_the_flag_that_names_them(
+    assert_refused, stored, start, flag
+):
+    facts = dataclasses.replace(stored, checkpoint=dataclasses.replace(stored.checkpoint, is_start=True))
+    named = ("--num-layers cannot differ from that of the weights", "has 4, this run 2")
+    assert_refused(
+        f"{BASE} --num-layers 2 {start}", named, (f"from scratch without {flag} and",), facts=facts
+    )
+
+
 def dense_start(**values):
     """Return facts of a run that upcycles a dense model of width 64."""
     config = {"model": {"ffn_hidden_size": 64}}
@@ -556,7 +606,7 @@ def test_finetuning_starts_from_scratch(plan_of, problems_of, stored):
     assert (plan.derived.start_iteration, plan.derived.start_consumed_samples) == (0, 0)
     assert plan.derived.schedule.lr == 5e-3
     (problem,) = problems_of(f"{flags} --num-layers 2", facts=facts)
-    assert "--num-layers cannot change" in problem
+    assert "--num-layers cannot differ from that of the weights" in problem
 
 
 def test_settings_that_the_checkpoint_does_not_have_are_skipped(plan_of):

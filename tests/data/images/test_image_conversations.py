@@ -13,7 +13,7 @@ import pytest
 from megatrain.config.errors import InputError
 from megatrain.config.schema.data import DataConfig
 from megatrain.data.images.build import ImageBuilder, image_facts
-from megatrain.data.images.conversations import Encoder, ImageConversations, ImageSamples, Unread
+from megatrain.data.images.conversations import Encoder, ImageConversations, ImageSamples, Unlearned
 from megatrain.data.images.pixels import Tiling, decode
 from megatrain.data.samples.build import SamplePlans
 from megatrain.data.samples.dataset import SampleDataset
@@ -67,7 +67,7 @@ def samples(
         "image_shape": (2, 3, 8, 8), "text_length": 60, "length": 68, "tiling": CLIP, "stops": False,
         **options,
     })  # fmt: skip
-    encoder = Encoder(sizes, Words(), 1, Unread(log))  # type: ignore[arg-type]
+    encoder = Encoder(sizes, Words(), 1, Unlearned(log))  # type: ignore[arg-type]
     builder = ImageBuilder(
         encoder=encoder, cache=IndexCache(cache), seed=7, is_packed=packed, tokenizer_fingerprint="letters"
     )
@@ -199,6 +199,31 @@ def test_an_image_that_cannot_be_read_is_named_and_counted(tmp_path: Path, conte
     assert "1 images so far" in line
     with pytest.raises(InputError, match=r"sample s1 .*bad\.png"):
         samples(path, stops=True)[0]
+
+
+def test_samples_whose_answers_are_cut_off_are_named_and_counted(tmp_path: Path) -> None:
+    lines: list[str] = []
+    rows = [talk(f"{number:02} and many words before the answer", "y") for number in range(10)]
+    found = samples(write_lines(tmp_path / "t.jsonl", rows), log=lines.append, text_length=20, count=20)
+    assert not any(found[k].arrays["loss_mask"].any() for k in range(20))
+    assert [line.partition("; a larger --seq-length keeps more")[2] for line in lines] == [
+        " (1 such samples so far)",
+        " (10 such samples so far)",
+    ]
+    assert "has no loss: no answer begins within its first 20 tokens" in lines[0]
+    samples(write_lines(tmp_path / "u.jsonl", [talk("x", "y")]), log=lines.append, text_length=20)[0]
+    assert len(lines) == 2
+
+
+def test_names_of_images_in_another_folder_are_found_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/b.png").write_bytes(picture(8, 8))
+    rows = [{"text": "words alone"}, *(talk("<image>x", "y", image=name) for name in ("a.png", "b.png"))]
+    path = write_lines(tmp_path / "t.jsonl", rows)
+    with pytest.raises(InputError, match=rf"no image of its first 3 rows exists, such as {tmp_path}/a\.png"):
+        image_facts(DataConfig(seq_length=8, image_data_path=(path,)), most_images=2, log=print)
+    path = write_lines(tmp_path / "images/t.jsonl", rows)
+    image_facts(DataConfig(seq_length=8, image_data_path=(path,)), most_images=2, log=print)
 
 
 def test_a_name_that_no_file_may_have_is_named(tmp_path: Path) -> None:

@@ -146,6 +146,19 @@ def test_a_line_without_a_conversation_is_a_bad_line(tmp_path, capsys, row):
     assert f"in.jsonl:1: {ROWS[row]}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("row", "fix"),
+    [
+        ({"prompt": "1", "completion": "2"}, 'write rows as {"messages": [{"role": "user"'),
+        ({"chat": [{"role": "assistant", "content": "1"}]}, "name the key of the messages with --json-keys (chat)"),
+    ],
+)  # fmt: skip
+def test_a_row_without_messages_is_answered_with_their_key_or_their_form(row, fix):
+    with pytest.raises(InvalidDocumentError) as caught:
+        segments_of(row, "identity")
+    assert caught.value.fix.startswith(fix)
+
+
 def write(path, count=40):
     rows = [
         messages(("user", f"{number} 1"), ("assistant", f"{number % 98} " * (number % 5 + 1)), ("user", "2"))

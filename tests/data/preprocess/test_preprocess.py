@@ -238,6 +238,16 @@ def test_a_wrong_key_is_answered_with_the_keys_of_the_line(tmp_path, capsys):
     assert run("--input", source, *NULL, "--json-keys", "body", prefix=tmp_path / "out") == 0
 
 
+@pytest.mark.parametrize("keys", [(), ("--json-keys", "messages")])
+def test_conversations_without_sft_are_answered_with_the_flag(tmp_path, capsys, keys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": 1, "messages": [{"role": "assistant", "content": "1"}]}\n')
+    assert run("--input", source, *NULL, *keys, prefix=tmp_path / "out") == 2
+    assert "fix: add --sft, which reads conversations, or correct the line" in capsys.readouterr().err
+    flags = ["--sft", "--sft-tokenizer-prompt-format", "identity"]
+    assert run("--input", source, *NULL, *flags, prefix=tmp_path / "out") == 0
+
+
 def test_progress_lines_have_speed_and_time_left(texts, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     assert (

@@ -123,6 +123,11 @@ def test_a_model_that_fits_nowhere_is_an_error(capsys: pytest.CaptureFixture[str
     assert "use another number of GPUs, a larger --memory-gb" in capsys.readouterr().err
 
 
+def test_a_missing_file_is_named_before_what_it_may_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "none.yaml", "--world-size", "1"]) == 2
+    assert "--config none.yaml: No such file" in capsys.readouterr().err
+
+
 def test_a_missing_batch_size_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     words = MODEL.replace("--global-batch-size 64", "")
     assert main(["plan", *words.split(), *"--world-size 1".split()]) == 2

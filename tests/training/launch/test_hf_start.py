@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from megatrain.config import ConfigError, Plan, parse, render_plan, resolve
 from megatrain.config.environment import read_environment
+from megatrain.config.errors import MegatrainError
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import joined_ranks
 from megatrain.training.logging.console import Console, Phases
@@ -40,6 +41,19 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint", "--export-kd-teacher-load"])
+def test_a_folder_that_is_no_checkpoint_is_answered_with_what_reads_it(folder: Path, flag: str) -> None:
+    flags = f"--from-hf {folder}"
+    with pytest.raises(MegatrainError, match=f"fix: give {flag} hf:{folder}, "):
+        plan(f"{flags} {flag} {folder}")
+    plan(f"{flags} {flag} hf:{folder}")
+    adapters = folder.parent / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
+    with pytest.raises(MegatrainError, match=f"convert peft-to-megatrain {adapters} TARGET"):
+        plan(f"{flags} {flag} {adapters}")
+
+
 def plan(flags: str) -> Plan:
     request = parse([*RUN.split(), *flags.split()])
     return resolve(request, gather_facts(request, read_environment({})))
@@ -64,7 +78,7 @@ def test_the_plan_has_the_settings_of_a_config_json_with_their_source(folder: Pa
     [
         ("--from-hf {0}/none", "none: has no config.json"),
         ("--load hf:{0}/none --from-hf {0}", "none: has no config.json"),
-        ("--load hf:{0} --from-hf {0} --num-layers 2", "--num-layers cannot change"),
+        ("--load hf:{0} --from-hf {0} --num-layers 2", "--num-layers cannot differ"),
         ("--load hf:{0} --from-hf {0} --tokenizer-type NullTokenizer --vocab-size 41", "40 rows, and the tokenizer 41"),
     ],
 )  # fmt: skip

@@ -17,6 +17,11 @@ _SHORTEST: Final = {"bert": 5, "t5": 4}
 """Fewest tokens of a sample: two of text, and the special ones."""
 _PATTERN: Final = "M-M-M-M-"
 """A pattern that needs no other flag."""
+_MEANINGS: Final = ", ".join(
+    f"{letter} {part}"
+    for letter, part in {**LETTERS, SIDE_BY_SIDE: "Mamba-2 and attention side by side"}.items()
+    if letter != "D"  # known to Megatron-LM, and refused
+)
 
 
 @rule
@@ -42,7 +47,7 @@ def pattern_is_of_a_hybrid(draft: Draft) -> Problems:
     except PatternError as error:
         yield Problem(
             f"--hybrid-layer-pattern: {error}",
-            f"use --hybrid-layer-pattern {_PATTERN}, or other letters of {' '.join(LETTERS)}",
+            f"use --hybrid-layer-pattern {_PATTERN}, or other letters: {_MEANINGS}",
         )
         return
     if not pattern.layers:

@@ -153,9 +153,8 @@ def images_are_mock_data(draft: Draft) -> Problems:
     given = [flag_of(name) for name in _TEXTS if getattr(draft.config.data, name)]
     if _is_vlm(draft) and draft.facts.datasets and given:
         yield Problem(
-            f"{draft.facts.datasets[0].prefix} has text without images, which --model-family vlm cannot read alone;"
-            " --image-data-path names a file of conversations with images",
-            f"remove {' and '.join(given)}, and use --mock-data",
+            f"{' and '.join(given)} names text, which --model-family vlm does not read",
+            f"remove {' and '.join(given)}, and name conversations with images by --image-data-path, or use --mock-data",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatrain.config.errors import Problem
+from megatrain.config.model_spec.lora import adapted_weights
 from megatrain.config.plan import Draft
 from megatrain.config.registry import Notes, Problems, note, rule
 from megatrain.config.subjects.post_training.quantization import uncovered_part
@@ -28,6 +29,21 @@ def lora_covers_the_layers(draft: Draft) -> Problems:
         yield Problem(
             f"--lora-target-modules {' '.join(adapters.lora_target_modules)}: the model has no such layer",
             "use --lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2",
+        )
+
+
+@rule
+def adapters_of_the_weights_are_kept(draft: Draft) -> Problems:
+    stored, now = draft.facts.checkpoint, draft.config.adapters
+    before = stored.config.get("adapters", {}) if stored else {}
+    if before.get("lora_rank") is None or now.lora_rank is None:
+        return
+    modules = before["lora_target_modules"]
+    if left_out := adapted_weights(modules) - adapted_weights(now.lora_target_modules):
+        yield Problem(
+            f"--lora-target-modules {' '.join(now.lora_target_modules)} leaves out adapters of the checkpoint:"
+            f" {', '.join(sorted(left_out))}",
+            f"use --lora-target-modules {' '.join(modules)}, or remove --lora-target-modules",
         )
 
 

@@ -2,6 +2,7 @@
 
 Both have models with experts in some or all layers; Qwen 2 has a shared expert too, whose output is multiplied by a sigmoid gate.
 Qwen 3 Next: gated delta nets in most layers, gated attention in others; its prediction head stays out, as in transformers.
+Qwen 3.5, of text: the same without experts, with a tensor for each projection of a delta net.
 """
 
 from dataclasses import dataclass
@@ -73,14 +74,22 @@ class _DeltaNets:
         return {"layer_types": [self.kinds[one] for one in is_linear]}
 
 
-_DELTA_NET: Final[Modules] = {
-    "input_layernorm": Fused(("attention.norm", "linear_attention.norm"), is_one_of=True),
+_BY_KEY_HEADS: Final[Modules] = {
     "linear_attn.in_proj_qkvz": Fused(
         tuple(f"linear_attention.{name}" for name in ("q", "k", "v", "gate")), heads="linear_num_key_heads"
     ),
     "linear_attn.in_proj_ba": Fused(
         ("linear_attention.beta", "linear_attention.alpha"), heads="linear_num_key_heads"
     ),
+}
+_BY_PROJECTION: Final[Modules] = {
+    "linear_attn.in_proj_qkv": Fused(tuple(f"linear_attention.{name}" for name in "qkv")),
+    "linear_attn.in_proj_z": "linear_attention.gate",
+    "linear_attn.in_proj_b": "linear_attention.beta",
+    "linear_attn.in_proj_a": "linear_attention.alpha",
+}
+_DELTA_NET: Final[Modules] = {
+    "input_layernorm": Fused(("attention.norm", "linear_attention.norm"), is_one_of=True),
     "linear_attn.conv1d.weight": Fused(
         tuple(f"linear_attention.{name}.convolution" for name in "qkv"), is_filter=True
     ),
@@ -144,41 +153,55 @@ QWEN3_MOE: Final = Family(
     ),
     modules=modules(LAYER, QK_NORMS, EXPERTS),
 )
+_WITH_DELTA_NETS: Final = (
+    *SWIGLU,
+    NO_ATTENTION_BIAS,
+    Value("head_dim", "model.kv_channels", default=256, is_optional=True),
+    Rope(
+        partial="partial_rotary_factor",
+        percent=0.25,
+        of_images=("mrope_section", "mrope_interleaved"),
+    ),
+    _DeltaNets(),
+    *(
+        Value(f"linear_{name}", f"model.linear_{name}", default=default)
+        for name, default in {
+            "conv_kernel_dim": 4,
+            "key_head_dim": 128,
+            "value_head_dim": 128,
+            "num_key_heads": 16,
+            "num_value_heads": 32,
+        }.items()
+    ),
+    Fixed(
+        {
+            "model.qk_layernorm": True,
+            "model.apply_layernorm_1p": True,
+            "model.attention_output_gate": True,
+        }
+    ),
+)
 QWEN3_NEXT: Final = Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     config=(
-        *SWIGLU,
-        NO_ATTENTION_BIAS,
-        Value("head_dim", "model.kv_channels", default=256, is_optional=True),
+        *_WITH_DELTA_NETS,
         QueryGroups(default=2),
-        Rope(partial="partial_rotary_factor", percent=0.25),
-        _DeltaNets(),
-        *(
-            Value(f"linear_{name}", f"model.linear_{name}", default=default)
-            for name, default in {
-                "conv_kernel_dim": 4,
-                "key_head_dim": 128,
-                "value_head_dim": 128,
-                "num_key_heads": 16,
-                "num_value_heads": 32,
-            }.items()
-        ),
         ExpertLayers(),
         Value("moe_intermediate_size", "experts.moe_ffn_hidden_size"),
         Not("norm_topk_prob", "experts.moe_router_pre_softmax", default=True),
         Value("num_experts", "experts.num_experts", default=512, also=("num_local_experts",)),
         Value("num_experts_per_tok", "experts.moe_router_topk", default=10),
         Value("shared_expert_intermediate_size", "experts.moe_shared_expert_intermediate_size", default=512),
-        Fixed(
-            {
-                "experts.moe_shared_expert_gate": True,
-                "model.qk_layernorm": True,
-                "model.apply_layernorm_1p": True,
-                "model.attention_output_gate": True,
-            }
-        ),
+        Fixed({"experts.moe_shared_expert_gate": True}),
     ),
-    modules=modules(LAYER, QK_NORMS, EXPERTS, _SHARED, _DELTA_NET),
+    modules=modules(LAYER, QK_NORMS, EXPERTS, _SHARED, _DELTA_NET, _BY_KEY_HEADS),
+    buffers=(r"mtp\..*",),
+)
+QWEN3_5: Final = Family(
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    config=(*_WITH_DELTA_NETS, QueryGroups(default=4)),
+    modules=modules(LAYER, QK_NORMS, _DELTA_NET, _BY_PROJECTION),
     buffers=(r"mtp\..*",),
 )

@@ -10,7 +10,7 @@ from megatrain.interop.hf.families.gemma import GEMMA2, GEMMA3
 from megatrain.interop.hf.families.gpt import GPT2, GPT_NEOX, GPT_OSS, STARCODER2
 from megatrain.interop.hf.families.hybrids import BAMBA, FALCON_H1, MAMBA2, NEMOTRON_H
 from megatrain.interop.hf.families.llama import LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMOE, PHI3
-from megatrain.interop.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
+from megatrain.interop.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT
 from megatrain.interop.hf.families.shuffled_vision import IDEFICS3, INTERNVL, SMOLVLM
 from megatrain.interop.hf.families.t5 import T5
 from megatrain.interop.hf.families.vision import CLIP_TOWER, LLAVA, LLAVA_NEXT, SIGLIP_TOWER
@@ -19,7 +19,7 @@ from megatrain.interop.hf.family import Family
 FAMILIES: Final = {
     family.architecture: family
     for family in (
-        LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, STARCODER2, GEMMA2, GEMMA3, PHI3,
+        LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, STARCODER2, GEMMA2, GEMMA3, PHI3,
         DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5, MAMBA2, NEMOTRON_H, BAMBA, FALCON_H1,
         LLAVA, LLAVA_NEXT, IDEFICS3, SMOLVLM, INTERNVL, CLIP_TOWER, SIGLIP_TOWER,
     )
@@ -47,6 +47,7 @@ REFUSED: Final = {
             "Qwen2VLForConditionalGeneration",
             "Qwen2_5_VLForConditionalGeneration",
             "Qwen3VLForConditionalGeneration",
+            "Qwen3_5ForConditionalGeneration",
         ),
         "images of any number of patches, rotary positions of rows and columns in the tower, and of three kinds in the text",
     ),

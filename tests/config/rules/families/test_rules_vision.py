@@ -38,7 +38,7 @@ CASES = {
     ],
     "images_are_mock_data": [
         (f"{VLM} --tokenizer-type NullTokenizer --data-path d", "--mock-data", Facts(datasets=(TEXT,)),
-         ("d has text without images", "--image-data-path"), ("remove --data-path", "--mock-data")),
+         ("--data-path names text",), ("remove --data-path", "--image-data-path", "--mock-data")),
     ],
     "frozen_parts_have_no_gradients": [
         (f"{VLM} --freeze-ViT --optimizer muon", "", None,
