@@ -73,8 +73,6 @@ class LocalColumnLinear(ShardedModule):
         self.recompute_norm = recompute_norm
         self.norm = norm
         self.add_weight("weight", linear.weight, dtype)
-        if fp8 is not None and fp8.has_fp8_wgrad:
-            self.first_writes["weight"] = fp8.first_write
         if linear.bias is not None:
             self.add_weight("bias", linear.bias, dtype)
 
@@ -128,8 +126,6 @@ class LocalRowLinear(ShardedModule):
         self.tp = tp
         self.fp8 = fp8
         self.add_weight("weight", linear.weight, dtype)
-        if fp8 is not None and fp8.has_fp8_wgrad:
-            self.first_writes["weight"] = fp8.first_write
         if linear.bias is not None:
             self.add_weight("bias", linear.bias, dtype)
 

@@ -42,7 +42,7 @@ from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.fp8.experts import Fp8GroupedGemms
 from megatrain.parallel.fp8.scaling import Fp8Linear, Fp8Recipe
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import ParamLayout
+from megatrain.parallel.layout import ParamLayout, ShardedModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 
@@ -81,14 +81,10 @@ class LocalBuilder:
         self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
     ) -> ColumnLinear:
         """Build it. `recompute_norm`: the output of the norm is not saved; the backward pass recomputes it."""
-        return self.column(
-            self.residual_norm(norm),
-            linear,
-            self.tp,
-            self.dtype,
-            recompute_norm=recompute_norm,
-            fp8=self.fp8_linear(linear),
-        )
+        fp8, norms = self.fp8_linear(linear), self.residual_norm(norm)
+        layer = self.column(norms, linear, self.tp, self.dtype, recompute_norm=recompute_norm, fp8=fp8)
+        _let_overwrite(layer, fp8)
+        return layer
 
     def replicated_linear(
         self, norm: LinearLayout | None, linear: LinearLayout, *, recompute_norm: bool = False
@@ -119,13 +115,19 @@ class LocalBuilder:
         return mlp
 
     def row_linear(self, linear: LinearLayout) -> RowLinear:
-        return self.row(linear, self.tp, self.dtype, self.fp8_linear(linear))
+        return self._row_linear(linear)
+
+    def _row_linear(self, linear: LinearLayout) -> LocalRowLinear:
+        fp8 = self.fp8_linear(linear)
+        layer = self.row(linear, self.tp, self.dtype, fp8)
+        _let_overwrite(layer, fp8)
+        return layer
 
     def activation_row_linear(
         self, spec: MlpSpec, linear: LinearLayout, *, recompute_activation: bool = False
     ) -> RowLinear:
         """Build it. `recompute_activation`: its result is not saved; the backward pass recomputes it."""
-        layer = self.row(linear, self.tp, self.dtype, self.fp8_linear(linear))
+        layer = self._row_linear(linear)
         layer.activation = dataclasses.replace(activation_of(spec), is_recomputed=recompute_activation)
         return layer
 
@@ -190,3 +192,9 @@ class LocalAttentionToSamples(LocalContextAttention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         out = attend_to_samples(q, k, v, self.kernel, self.masks(q, info), self.context.ring)
         return out[..., : self.v_head_dim].flatten(2)
+
+
+def _let_overwrite(layer: ShardedModule, fp8: Fp8Linear | None) -> None:
+    """Let the GEMM of a weight gradient in FP8 overwrite a gradient to which nothing was added."""
+    if fp8 is not None and fp8.has_fp8_wgrad:
+        layer.first_writes["weight"] = fp8.first_write
