@@ -230,7 +230,8 @@ class _ColumnLinear(Function):
         recompute_fn: partial[Tensor] | None,
         dx_term: PendingTerm | None,
     ) -> Tensor:
-        ctx.save_for_backward(x if recompute_fn is None else recompute_fn.args[0], weight)
+        kept = x if recompute_fn is None else recompute_fn.args[0]
+        ctx.save_for_backward(None if weight_grad is None else kept, weight)  # only weight gradients read x
         ctx.weight_grad, ctx.bias, ctx.tp, ctx.info = weight_grad, bias, tp, info
         ctx.recompute_fn, ctx.dx_term = recompute_fn and recompute_fn.func, dx_term
         if tp.peers is not None:
@@ -241,18 +242,19 @@ class _ColumnLinear(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
-        dy = grads[0]
-        if ctx.recompute_fn is not None:
-            x = ctx.recompute_fn(x)
-        peers = tp.peers
-        full_x, gather = begin_gather(x, tp) if peers is None else gemms.begin_gather(x, peers)
+        dy, peers = grads[0], tp.peers
+        full_x, gather = None, Transfer()
+        if x is not None:
+            x = x if ctx.recompute_fn is None else ctx.recompute_fn(x)
+            full_x, gather = begin_gather(x, tp) if peers is None else gemms.begin_gather(x, peers)
         dx = torch.matmul(dy, weight)
         dx, reduction = gemms.begin_reduction(dx, peers, ctx.dx_term) if peers else begin_reduction(dx, tp)
         gather.wait()
-        x = _until_accumulated(full_x, tp, ctx.info)
-        halved = peers if tp.halves_gradients and ctx.info.deferred is None else None
-        grad, rows = gemms.first_half(ctx.weight_grad, dy, x, halved) if halved else (ctx.weight_grad, dy)
-        _accumulate_weight_gradient(grad, rows, x, ctx.info, may_be_late=tp.size == 1)
+        if full_x is not None:
+            x = _until_accumulated(full_x, tp, ctx.info)
+            halved = peers if tp.halves_gradients and ctx.info.deferred is None else None
+            grad, rows = gemms.first_half(ctx.weight_grad, dy, x, halved) if halved else (ctx.weight_grad, dy)
+            _accumulate_weight_gradient(grad, rows, x, ctx.info, may_be_late=tp.size == 1)
         accumulate_bias_gradient(ctx.bias, dy)
         reduction.wait()
         return dx, *[None] * 7
@@ -291,8 +293,10 @@ class _Linear(Function):
         y = x if activation is None else activate(x, activation)
         ctx.is_recomputed = activation is not None and activation.is_recomputed
         ctx.recompute_fn = recompute_fn and recompute_fn.func
-        kept = (x, y) if recompute_fn is None else (recompute_fn.args[0], None)
-        ctx.save_for_backward(kept[0], weight, None if ctx.is_recomputed else kept[1])
+        kept_x = x if activation is not None else recompute_fn and recompute_fn.args[0]
+        is_y_computed = ctx.is_recomputed or recompute_fn is not None
+        kept_y = None if weight_grad is None or is_y_computed else y  # only weight gradients read y
+        ctx.save_for_backward(kept_x, weight, kept_y)
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
         ctx.returns_partial_sums = returns_partial_sums
         if tp.peers is not None:
@@ -313,8 +317,9 @@ class _Linear(Function):
         if ctx.activation is not None:
             out = y if ctx.is_recomputed else None
             dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_fused(x))
-        rows = _until_accumulated(dy, ctx.tp, ctx.info)
-        _accumulate_weight_gradient(ctx.weight_grad, rows, y, ctx.info, may_be_late=ctx.tp.size == 1)
+        if ctx.weight_grad is not None:
+            rows = _until_accumulated(dy, ctx.tp, ctx.info)
+            _accumulate_weight_gradient(ctx.weight_grad, rows, y, ctx.info, may_be_late=ctx.tp.size == 1)
         accumulate_bias_gradient(ctx.bias, dy)
         return dx, *[None] * 8
 

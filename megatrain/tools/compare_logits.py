@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import DTYPES
-from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.config.errors import MegatrainError
 from megatrain.config.model_spec.vision import VisionSpec
 from megatrain.data.images.anyres import AnyRes
@@ -55,7 +55,7 @@ def compare_logits(
         )
     num_tokens = min(_NUM_TOKENS, reader.manifest.config["data"]["seq_length"])
     tokens = torch.arange(num_tokens)[None] * 7919 % vocab_size  # a prime: tokens of the whole vocabulary
-    model, images, other = _our_model(reader, vocab_size, dtype), None, _load(folder, auto_class)
+    model, images, other = model_in_fp32(reader, vocab_size, dtype), None, _load(folder, auto_class)
     if model.spec.vision is not None:
         pinpoints = getattr(other.config, "image_grid_pinpoints", None)
         tokens, images = with_image(tokens, model.spec.vision, other.config.image_token_id, pinpoints)
@@ -101,8 +101,8 @@ def _high_image(tile: tuple[int, int]) -> tuple[int, int]:
     return 2 * tile[0], 3 * tile[1] // 5
 
 
-def _our_model(reader: CheckpointReader, vocab_size: int, dtype: str | None) -> Model:
-    """Return the model of the checkpoint, with weights of `dtype`."""
+def model_in_fp32(reader: TensorReader, vocab_size: int, dtype: str | None = None) -> Model:
+    """Return the model of a checkpoint on the CPU, with weights rounded to `dtype`; None: as they are stored."""
     options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
     model = build_stored_model(reader, options, vocab_size=vocab_size)
     if dtype is not None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import math
 
 import pytest
 
@@ -48,26 +47,6 @@ def test_ffn_size_without_a_gate_is_four_times_hidden():
     with pytest.raises(ConfigError) as caught:
         resolve(parse(flags.split()), Facts(world_size=5))
     assert any("--ffn-hidden-size 384" in problem.text for problem in caught.value.problems)
-
-
-@pytest.mark.parametrize(
-    ("flags", "without", "train_iters", "requested", "decay", "warmup"),
-    [
-        ("--train-iters 1000 --lr-warmup-iters 100", "", 1000, 8000, 8000, 800),
-        ("--train-iters 1000 --lr-warmup-fraction 0.01", "", 1000, 8000, 8000, 80.0),
-        ("--train-iters 1000 --lr-decay-iters 800 --lr-warmup-iters 7", "", 1000, 8000, 6400, 56),
-        ("--train-samples 8000 --lr-warmup-samples 800", "--train-iters", 1000, 8000, 8000, 800),
-        ("--train-samples 8001 --lr-warmup-fraction 0.1", "--train-iters", 1000, 8001, 8001, 800.1),
-    ],
-)
-def test_lengths_equal_megatron_lm(plan_of, flags, without, train_iters, requested, decay, warmup):
-    """Numbers of tests/golden/schedules.json, `from_command_line`."""
-    derived = plan_of(f"{flags} --global-batch-size 8", without=without).derived
-    assert derived.train_iters == train_iters
-    assert derived.train_samples == train_iters * 8
-    assert derived.requested_train_samples == requested
-    assert derived.lr_decay_samples == decay
-    assert math.isclose(derived.lr_warmup_samples, warmup, rel_tol=1e-15)
 
 
 @pytest.mark.parametrize(("interval", "valid"), [("--eval-interval 3", (10 // 3 + 1) * 5 * 8), ("", 5 * 8)])

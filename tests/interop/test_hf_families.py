@@ -17,13 +17,12 @@ from transformers_reference import LEARNING_RATE, TRAINING, global_batches, trai
 import pretrain
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import ConfigError, Facts, parse, resolve
-from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.family import Family
 from megatrain.interop.hf.settings import fitting_family, read_settings
 from megatrain.tools.checkpoint import rewrite
-from megatrain.tools.compare_logits import logits_of_heads, logits_of_transformers
+from megatrain.tools.compare_logits import logits_of_heads, logits_of_transformers, model_in_fp32
 from megatrain.tools.main import main
 
 transformers = pytest.importorskip("transformers")
@@ -76,9 +75,7 @@ every_model = pytest.mark.parametrize(
 
 def logits_here(checkpoint: Path, tokens: Tensor) -> list[Tensor]:
     with CheckpointReader(checkpoint) as reader:
-        options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
-        model = build_stored_model(reader, options, vocab_size=VOCAB)
-    return logits_of_heads(model, tokens)
+        return logits_of_heads(model_in_fp32(reader, VOCAB), tokens)
 
 
 @every_model

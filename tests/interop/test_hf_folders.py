@@ -13,11 +13,10 @@ from safetensors.torch import save_file
 
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import ConfigError
-from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.family import Fused
 from megatrain.interop.hf.tensors import their_tensors
-from megatrain.tools.compare_logits import logits_of_heads
+from megatrain.tools.compare_logits import logits_of_heads, model_in_fp32
 from megatrain.tools.main import main
 
 
@@ -32,8 +31,7 @@ def test_logits_are_those_that_transformers_computed(kind: str, tmp_path: Path) 
     assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
     path = tmp_path / "ours" / "iter_0000000"
     with CheckpointReader(path) as reader:
-        options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
-        model = build_stored_model(reader, options, vocab_size=VOCAB)
+        model = model_in_fp32(reader, VOCAB)
     found = logits_of_heads(model, TOKENS)[0][0, -2:, :3]
     assert (found - torch.tensor(LOGITS[kind])).abs().max() < 5e-6
     back = tmp_path / "back"

@@ -17,10 +17,9 @@ import pretrain
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.data.images.anyres import AnyRes
 from megatrain.data.images.pixels import Tiling, decode
-from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.model.gpt import Model
-from megatrain.tools.compare_logits import logits_of_heads, logits_of_transformers, with_image
+from megatrain.tools.compare_logits import logits_of_heads, logits_of_transformers, model_in_fp32, with_image
 from megatrain.tools.main import main
 
 transformers = pytest.importorskip("transformers")
@@ -104,8 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def model_of(checkpoint: Path) -> Model:
     with CheckpointReader(checkpoint) as reader:
-        options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
-        return build_stored_model(reader, options, vocab_size=VOCAB)
+        return model_in_fp32(reader, VOCAB)
 
 
 def canonical(checkpoint: Path) -> dict[str, Tensor]:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatrain.checkpoint.reader import CheckpointReader
-from megatrain.inference.stored_model import ModelOptions, build_stored_model
-from megatrain.tools.compare_logits import logits_of_heads
+from megatrain.tools.compare_logits import logits_of_heads, model_in_fp32
 from megatrain.tools.main import main
 
 RANK, ALPHA = 2, 6
@@ -43,8 +42,7 @@ def write_peft(folder: Path, tensors: dict[str, Tensor], **changed: Any) -> Path
 
 def logits(path: Path) -> Tensor:
     with CheckpointReader(path / "iter_0000000") as reader:
-        options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
-        return logits_of_heads(build_stored_model(reader, options, vocab_size=VOCAB), TOKENS)[0]
+        return logits_of_heads(model_in_fp32(reader, VOCAB), TOKENS)[0]
 
 
 @pytest.fixture(scope="module")

@@ -84,31 +84,9 @@ WORDS = [(option, word) for option in ALL_OPTIONS for word in option.words() if 
 
 
 BASES = (
-    *(
-        "",
-        "tp2",
-        "tp2 sp",
-        "tp8",
-        "cp2",
-        "cp4",
-        "dp2",
-        "dp2 zero1",
-        "dp3 batch12",
-        "dp8 batch16",
-        "pp2",
-        "pp4",
-        "pp4 mtp2",
-    ),
-    *(
-        "uniform",
-        "muon",
-        "mixtral",
-        "mixtral dp2",
-        "mixtral dp4",
-        "mixtral dp2 ep2",
-        "mixtral dp4 ep4",
-        "tokens dp4",
-    ),
+    "",
+    *"tp2,tp2 sp,tp8,cp2,cp4,dp2,dp2 zero1,dp3 batch12,dp8 batch16,pp2,pp4,pp4 mtp2,uniform,muon".split(","),
+    *"mixtral,mixtral dp2,mixtral dp4,mixtral dp2 ep2,mixtral dp4 ep4,tokens dp4".split(","),
 )
 """Layouts that have what a word needs."""
 

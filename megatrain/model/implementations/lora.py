@@ -75,7 +75,7 @@ class LoraColumnLinear(LocalColumnLinear):
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         hidden, x = self.norm.add_and_norm(hidden, delta)
         again = functools.partial(self.norm.recompute, hidden.detach()) if self.recompute_norm else None
-        y = column_linear(x, self.weight, None, self.tp, info, bias_of(self), recompute_fn=again)
+        y = column_linear(x, self.weight, None, self.tp, info, bias_of(self))
         terms = [(adapter.columns(x, self.tps, info, again), part) for adapter, part in self.parts]
         return hidden, _sum(y, terms, self.scale)
 
@@ -106,7 +106,7 @@ class LoraRowLinear(LocalRowLinear):
         if self.activation is not None:
             again = functools.partial(self._activate, x.detach()) if self.activation.is_recomputed else None
             x = apply_activation(x, self.activation)
-        y = row_linear(x, self.weight, None, self.tp, info, bias_of(self), recompute_fn=again)
+        y = row_linear(x, self.weight, None, self.tp, info, bias_of(self))
         return y if self.adapter is None else y + self.adapter.rows(x, self.tps, info, again) * self.scale
 
     def _activate(self, x: Tensor) -> Tensor:

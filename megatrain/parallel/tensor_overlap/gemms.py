@@ -47,15 +47,13 @@ def begin_gather(x: Tensor, peers: PeerMemory) -> tuple[Tensor, Transfer]:
     return received.parts.flatten(0, 1), Transfer(received)
 
 
-def first_half(grad: Tensor | None, dy: Tensor, x: Tensor, peers: PeerMemory) -> tuple[Tensor | None, Tensor]:
+def first_half(grad: Tensor, dy: Tensor, x: Tensor, peers: PeerMemory) -> tuple[Tensor, Tensor]:
     """Return the first half of the rows of a weight gradient, with their dy; the next `all_gather_gemm` adds the other half.
 
     Args:
         dy: gradient of the output, [..., o].
         x: input, [..., i]; gathered rows are those of the send before the last one.
     """
-    if grad is None:
-        return grad, dy
     half = len(grad) // 2
     first, second = dy.flatten(0, -2).split((half, len(grad) - half), dim=1)
     peers.late.append(partial(accumulate_weight_gradient, grad[half:], second, x.flatten(0, -2)))

@@ -22,7 +22,7 @@ from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, ShardedModule
-from megatrain.parallel.tensor_parallel import TensorParallel, row_linear
+from megatrain.parallel.tensor_parallel import TensorParallel, column_linear, row_linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 ACTIVATIONS = [Activation(fn=GELU), Activation(fn=SILU, is_gated=True)]
@@ -97,4 +97,18 @@ def test_layers_of_adapters_and_rounded_ones_recompute_too(name: str) -> None:
     kept, num_kept = found_in_layer(BUILDERS[name], recompute=False)
     again, num_again = found_in_layer(BUILDERS[name], recompute=True)
     assert all(torch.equal(x, y) for x, y in zip(kept, again, strict=True))
-    assert num_kept - num_again == 6 * 2 * 16 * (2 if "dropout" in name else 1)
+    # A frozen weight saves no input.
+    assert num_kept - num_again == (0 if name == "no adapter" else 6 * 2 * 16)
+
+
+@pytest.mark.parametrize("linear", [column_linear, row_linear])
+def test_layers_with_frozen_weights_save_no_input(linear: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
+    x, weight, saved = torch.randn(6, 2, 16, requires_grad=True), torch.randn(8, 16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = linear(x, weight, None, tp, PassInfo())
+    assert [tuple(t.shape) for t in saved] == [(8, 16)]
+    dy = torch.randn(6, 2, 8)
+    y.backward(dy)
+    assert torch.equal(x.grad, dy @ weight)

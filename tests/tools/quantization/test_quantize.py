@@ -14,10 +14,9 @@ from torch import Tensor
 
 from megatrain.config.schema.quantization import QUANTIZATION_FORMATS
 from megatrain.data.indexed.writer import IndexedWriter
-from megatrain.inference.stored_model import ModelOptions, build_stored_model
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.tools.calibration_set import read_samples
-from megatrain.tools.compare_logits import logits_of_heads
+from megatrain.tools.compare_logits import logits_of_heads, model_in_fp32
 from megatrain.tools.main import main
 from megatrain.tools.quantization.layer import LayerRounding
 
@@ -79,9 +78,7 @@ def logits_there(folder: Path, *, rounds_inputs: bool = True) -> Tensor:
 
 
 def logits_here(folder: Path, tokens: Tensor = TOKENS) -> Tensor:
-    options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
-    model = build_stored_model(HfCheckpoint(folder), options, vocab_size=VOCAB)
-    return logits_of_heads(model, tokens)[0]
+    return logits_of_heads(model_in_fp32(HfCheckpoint(folder), VOCAB), tokens)[0]
 
 
 @torch.no_grad()

@@ -31,33 +31,10 @@ NEED_A_USER = frozenset(
 
 SETTINGS = {setting.flag: setting for setting in settings()}
 OPPOSITES = {setting.opposite_flag: setting for setting in settings() if setting.kind is bool}
-SET, REMOVE = (
-    frozenset({"use", "add", "give", "set", "with", "put"}),
-    frozenset({"remove", "without", "leave", "place"}),
-)
+SET = frozenset("use add give set with put".split())
+REMOVE = frozenset("remove without leave place".split())
 ONE_OF_THEM = re.compile(r"(remove|give|keep|leave) one of them\b(?!, such as)")
-PROSE = frozenset(
-    {
-        "in",
-        "and",
-        "or",
-        "to",
-        "for",
-        "of",
-        "from",
-        "is",
-        "as",
-        "instead",
-        "together",
-        "out",
-        "which",
-        "on",
-        "N",
-        "FILE",
-        "the",
-        "a",
-    }
-)
+PROSE = frozenset("in and or to for of from is as instead together out which on N FILE the a".split())
 
 TRIED = {
     "pipeline size 6 at world size 8": ("--pipeline-model-parallel-size 6 --num-layers 12", Facts(world_size=8)),
