@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.config.model_spec.lora import LoraModule
-from megatrain.config.schema.needs import conflict, on
+from megatrain.config.schema.needs import conflict, costly, on
 from megatrain.config.schema.resume_class import FUNCTION, SHAPE, STEPS
 from megatrain.config.schema.setting import ARGS, Section, setting
 
 _FROZEN = ": adapters leave all other weights frozen"
-_NEEDS = on("adapters.lora_rank")
+_NEEDS = costly(on("adapters.lora_rank", why=", so that all weights are trained"))
 
 
 def _is_added(stored: Any, _: Any) -> bool:

@@ -8,7 +8,7 @@ from megatrain.config.schema.lr_decay import LR_STYLES
 from megatrain.config.schema.tree import settings
 
 CASES = [
-    ("--lora-alpha 8", "", ("--lora-alpha 8.0 has no effect", "without --lora-rank")),
+    ("--lora-alpha 8", "", ("--lora-alpha 8.0 has no effect", "without --lora-rank, so that all weights are trained")),
     ("--eval-tasks-interval 5", "", ("--eval-tasks-interval 5 has no effect", "without --eval-tasks")),
     ("--dsa-indexer-topk 64 --dsa-indexer-use-sparse-loss", "",
      ("--dsa-indexer-topk 64", "--dsa-indexer-use-sparse-loss", "have no effect", "--experimental-attention-variant")),

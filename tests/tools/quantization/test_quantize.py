@@ -101,6 +101,7 @@ EXPERTS = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_e
             everyday.nightly("Mixtral", name)
             for name in ("fp8-tensor", "fp8-channel", "int8-weights", "int4")
         ),
+        everyday.nightly("Qwen3.5", "int8"),
     ],
 )
 def test_transformers_opens_every_format_with_the_logits_of_our_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.model_spec.attention import AttentionSpec
@@ -14,6 +15,9 @@ from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.registry import Problems, derives, rule
 from megatrain.config.schema.optimizer import PrecisionConfig
 from megatrain.config.schema.quantization import QUANTIZATION_FORMATS, QuantizationFormat
+
+_USUAL_GROUP: Final = 128
+"""Inputs of a group that kernels support, as they do its halves."""
 
 
 @derives("derived.qat")
@@ -76,7 +80,7 @@ def groups_divide_inputs(draft: Draft) -> Problems:
     wrong = split_group(spec, size, tp)
     if wrong is not None:
         linears = [linear for layer in spec.layers for linear in layer.linears(spec.hidden_size)]
-        fitting = math.gcd(size, *(int(linear.local_inputs(tp)) for linear in linears))
+        fitting = math.gcd(_USUAL_GROUP, *(int(linear.local_inputs(tp)) for linear in linears))
         yield Problem(
             f"--qat-group-size {size} does not divide the {wrong.local_inputs(tp):g} inputs of {wrong.weight} on a tensor rank",
             f"use --qat-group-size {fitting}",

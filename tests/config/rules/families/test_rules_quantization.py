@@ -12,6 +12,7 @@ CASES = {
     ],
     "groups_divide_inputs": [
         ("--qat int4", "", None, ("--qat-group-size 128", "64 inputs"), ("--qat-group-size",)),
+        ("--qat int4 --qat-group-size 100", "", None, ("--qat-group-size 100", "64 inputs"), ("use --qat-group-size 64",)),
         ("--qat int4 --qat-group-size 64 --tensor-model-parallel-size 2", "", TWO, ("--qat-group-size 64", "32 inputs"), ("use --qat-group-size 32",)),
     ],
 }  # fmt: skip
