@@ -35,8 +35,9 @@ FACTOR: Final = "factor"
 """The kind of state of a tensor that belongs to a matrix, by its name in checkpoints."""
 FACTOR_PREFIX: Final = "soap."
 """Start of the names of such tensors."""
-_DAMPING: Final = 1e-4
-"""Added to the eigenvalues in a power iteration, relative to their mean. Smaller ones keep their order."""
+_DAMPING: Final = 1e-3
+"""Added to the eigenvalues in a power iteration, relative to their mean. Smaller ones keep their order. Rounding of the largest
+eigenvalue, divided by this, is the rounding of the bases."""
 _STEPS: Final = 1024
 """Parts of an octave in which eigenvalues are equal, and keep their order: rounding does not decide between equal ones, such as
 those of the rows of a router whose tokens all choose the same two experts."""

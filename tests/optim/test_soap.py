@@ -1,5 +1,7 @@
 """SOAP against its formulas and Adam, and the tensors that its matrices own."""
 
+import math
+
 import pytest
 import torch
 from optimizer_helpers import (
@@ -56,11 +58,11 @@ def reference(weight: Tensor, gradients: list[Tensor], rule: SoapRule) -> Tensor
 
 
 def iterated(covariance: Tensor, basis: Tensor) -> tuple[Tensor, list[int]]:
-    """Gram-Schmidt of a damped power iteration, by falling eigenvalues."""
+    """Gram-Schmidt of a damped power iteration, by falling eigenvalues; those within a 1024th of an octave keep their order."""
     size, mean = len(basis), covariance.trace() / len(basis)
     values = [float(basis[:, i] @ covariance @ basis[:, i] / mean) for i in range(size)]
-    order = sorted(range(size), key=lambda i: -max(values[i], 1e-4))
-    images = (covariance / mean + 1e-4 * torch.eye(size).double()) @ basis
+    order = sorted(range(size), key=lambda i: -round(1024 * math.log2(max(values[i], 1e-3))))
+    images = (covariance / mean + 1e-3 * torch.eye(size).double()) @ basis
     columns: list[Tensor] = []
     for i in order:
         vector = images[:, i]
@@ -114,19 +116,22 @@ def test_bases_become_eigenvectors() -> None:
 
 
 def test_singular_covariances_do_not_amplify_rounding() -> None:
-    """Gradients of few tokens: an eigendecomposition would draw the basis of the null space from rounding errors."""
-    generator = torch.Generator().manual_seed(0)
-    gradient = torch.randn(24, 3, generator=generator, dtype=torch.float64) @ torch.randn(
-        3, 12, generator=generator, dtype=torch.float64
-    )
-    noise = 1e-15 * torch.randn(24, 12, generator=generator, dtype=torch.float64)
-    states = [MatrixState.initial((24, 12), 100, torch.device("cpu"), torch.float64) for _ in range(2)]
-    for state, value in zip(states, (gradient, gradient + noise), strict=True):
-        for _ in range(4):
+    """Gradients of few tokens: an eigendecomposition would draw the basis of the null space from rounding errors.
+
+    A third of parity's bound passes; a damping of 1e-4 would give more than the bound.
+    """
+    generator = torch.Generator().manual_seed(4)
+    states = [MatrixState.initial((256, 64), 1000, torch.device("cpu"), torch.float64) for _ in range(2)]
+    for _ in range(4):
+        outputs, inputs = (torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (256, 64))
+        noise = 1e-15 * torch.randn(256, 64, generator=generator, dtype=torch.float64)
+        gradient = outputs.T @ inputs
+        for state, value in zip(states, (gradient, gradient + noise), strict=True):
             state.accumulate(value, 0.9)
             state.refresh()
-    for (_, one), (_, other) in zip(*(state.tensors() for state in states), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    for (name, one), (_, other) in zip(*(state.tensors() for state in states), strict=True):
+        difference = (one - other).abs().max() / one.abs().max().clamp(min=1)
+        assert difference < 3e-11, name
 
 
 def test_a_matrix_without_gradients_keeps_its_bases() -> None:

@@ -40,6 +40,7 @@ RUN_ROWS: Final = (
     "dp4 zero1 overlap muon heldout storeddocuments fullvalidation",
     "tp2 sp cp2 mixtral ep2 auxloss bert evaluates resumes",
     "dp2 pp2 t5 evalbatch toone",
+    "dp2 soap resumes",
 )
 """Rows of `--runs`."""
 _VOCAB_SIZE: Final = 101
