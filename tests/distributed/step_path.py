@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest does, for the helpers of tests
 from run_here import make_trainer
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatrain"
