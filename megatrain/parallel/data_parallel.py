@@ -331,16 +331,12 @@ class GradientReduction:
                 first.is_due = True
 
     def mark_ready(self, number: int, *, is_last: bool) -> None:
-        """Reduce a bucket to which all gradients of a micro-batch have been added.
-
-        Args:
-            is_last: the micro-batch is the last one of the step.
-        """
+        """Reduce a bucket to which all gradients of a micro-batch have been added; `is_last`: of the last one of the step."""
         if not self.memory.is_kept_full[number]:
             self.memory.complete(number)
             self._begin(number, is_last=is_last)
-            if not self.overlap:
-                self._finish_in_flight()
+            while not self.overlap and self._in_flight:
+                self._advance_all()
         elif is_last and self.overlap:
             self._begin(number, is_last=True)
         elif is_last:
@@ -351,7 +347,8 @@ class GradientReduction:
         for number in self._ready:
             self._begin(number, is_last=True)
         self._ready = []
-        self._finish_in_flight()
+        while self._in_flight:
+            self._advance_all()
 
     def _begin(self, number: int, *, is_last: bool) -> None:
         is_one = self.families[number].shard.size == 1 or self.families[number].copies.size == 1
@@ -359,10 +356,6 @@ class GradientReduction:
             self._advance_all()  # at most two buckets have scratch memory, and the halves of reductions alternate
         self._in_flight[number] = self._reduce(number, is_last=is_last)
         self._advance(number)
-
-    def _finish_in_flight(self) -> None:
-        while self._in_flight:
-            self._advance_all()
 
     def _advance_all(self) -> None:
         for number in list(self._in_flight):  # in the order in which they began

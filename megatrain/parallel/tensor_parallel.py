@@ -294,9 +294,8 @@ class _Linear(Function):
         ctx.is_recomputed = activation is not None and activation.is_recomputed
         ctx.recompute_fn = recompute_fn and recompute_fn.func
         kept_x = x if activation is not None else recompute_fn and recompute_fn.args[0]
-        is_y_computed = ctx.is_recomputed or recompute_fn is not None
-        kept_y = None if weight_grad is None or is_y_computed else y  # only weight gradients read y
-        ctx.save_for_backward(kept_x, weight, kept_y)
+        keeps_y = weight_grad is not None and recompute_fn is None and not ctx.is_recomputed
+        ctx.save_for_backward(kept_x, weight, y if keeps_y else None)  # only weight gradients read y
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.tp, ctx.info = weight_grad, bias, activation, tp, info
         ctx.returns_partial_sums = returns_partial_sums
         if tp.peers is not None:
