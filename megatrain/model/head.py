@@ -214,7 +214,7 @@ class _HeadLoss(Function):
             if derivative is not None:
                 dlogits *= derivative
             torch.matmul(dlogits, weight, out=dx[chunk])
-            if info.splits_backward:
+            if info.splits_backward and weight_grad is not None:
                 kept.append((dlogits, x[chunk]))
             else:
                 _add_weight_gradients(weight_grad, bias, dlogits, x[chunk])

@@ -252,7 +252,6 @@ class RunLog:
             flops = derived.model_spec.training_flops(num_tokens=count, sum_of_squared_lengths=count * length)
         if work is not None:
             tokens, flops = work.num_tokens, derived.model_spec.training_flops(**vars(work))
-        rates, is_decoupled = iteration.hyperparams, self._config.optimizer.decoupled_lr is not None
         tflops = flops / seconds / derived.world_size / 1e12 if self.is_on_gpu else None
         return {
             "iteration": iteration.number,
@@ -271,8 +270,8 @@ class RunLog:
             "params_norm": report.params_norm,
             "num_zeros": report.num_zeros,
             "max_attention_logit": report.max_attention_logit,
-            "learning_rate": rates.lr,
-            "decoupled_learning_rate": rates.lr_of("embedding") if is_decoupled else None,
+            "learning_rate": iteration.hyperparams.lr,
+            "decoupled_learning_rate": self._decoupled_lr(iteration.hyperparams),
             "loss_scale": report.loss_scale,
             "iteration_ms": 1000 * seconds,
             "timers": self._timers.take(),
@@ -288,6 +287,11 @@ class RunLog:
             "save": self._save,
             "resumed": int(0 < self._first_iteration == iteration.number - 1),
         }
+
+    def _decoupled_lr(self, hyperparams: Hyperparams) -> float | None:
+        """Return the learning rate of the embedding and the output layer with --decoupled-lr."""
+        is_set = self._config.optimizer.decoupled_lr is not None
+        return hyperparams.lr_of("embedding") if is_set else None
 
     def _write_curves(self, scalars: dict[str, float], iteration: int, consumed_samples: int) -> None:
         for curves in tuple(self._curves):

@@ -98,7 +98,7 @@ def test_second_names_of_tensors_are_read(
 def test_a_t5_without_an_output_layer_begins_with_the_embedding(
     folders: dict[str, Path], tmp_path: Path, *, is_tied: bool
 ) -> None:
-    """A T5 that transformers 5 built, and has not read, is tied and stored so; it ties what is missing, whatever the key."""
+    """A T5 that transformers 5 built, and has not read, is tied and stored so; the key does not matter: it ties a missing head."""
     copy = changed(folders[T5], tmp_path / "copy", tie_word_embeddings=is_tied)
     found = load_file(copy / "model.safetensors")
     del found["lm_head.weight"]

@@ -138,6 +138,14 @@ def test_a_config_without_an_equal_is_refused(
     assert "fix: " in str(raised.value)
 
 
+def test_a_missing_output_layer_has_the_key_that_ties_it_as_its_remedy(tmp_path: Path) -> None:
+    alone = {name: tensor for name, tensor in made("llama").items() if name != "lm_head.weight"}
+    with pytest.raises(ConfigError, match=r"missing: lm_head\.weight") as raised:
+        HfCheckpoint(write_folder(tmp_path / "untied", alone, LLAMA))
+    assert 'set "tie_word_embeddings" to true in config.json' in str(raised.value)
+    HfCheckpoint(write_folder(tmp_path / "tied", alone, {**LLAMA, "tie_word_embeddings": True}))
+
+
 def test_all_missing_and_unused_tensors_are_named(llama: Path, tmp_path: Path) -> None:
     wrong = {f"x{name}" if "mlp" in name else name: tensor for name, tensor in made("llama").items()}
     with pytest.raises(ConfigError) as raised:

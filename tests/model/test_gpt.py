@@ -19,18 +19,22 @@ from megatrain.config.model_spec.model import ModelSpec
 from megatrain.config.model_spec.rotary import RotarySpec
 from megatrain.config.model_spec.stack import Stack
 from megatrain.config.user_function import UserFunction
+from megatrain.kernels.logit_scaling import LogitScaling
 from megatrain.model.gpt import Model, build_model
+from megatrain.model.head import _HeadLoss
 from megatrain.model.user_loss import LossInputs, UserLoss
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
+from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.actions import Action
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.tensor_parallel import VocabShard
 from megatrain.tools.parity.measure import engine_of, tiny_plan
 from megatrain.tools.parity.rows import Layout
 
@@ -283,6 +287,17 @@ def test_a_microbatch_whose_mask_is_empty_gives_no_loss_and_no_gradient() -> Non
     (info,) = built.run([empty], one_rank(1))
     assert info.sums["lm_loss"].item() == 0.0
     assert not built.gradients.any()
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_frozen_head_keeps_no_gradient_of_logits_for_the_weight_action(is_frozen: bool) -> None:
+    weight = torch.randn(12, 8)
+    vocab, scaling = VocabShard(RankGroup("tp", (0,), 0), 12, 12), LogitScaling(1.0, None)
+    *_, loss = _HeadLoss.apply(
+        torch.randn(6, 8, requires_grad=True), weight, None if is_frozen else torch.zeros_like(weight), None,
+        torch.arange(6), torch.ones(6), vocab, scaling, 0.0, None, PassInfo(splits_backward=True), None, None,
+    )  # fmt: skip
+    assert bool(loss.grad_fn.kept) is not is_frozen
 
 
 @pytest.mark.parametrize("is_residual_fp32", [False, True])

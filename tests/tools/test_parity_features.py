@@ -19,7 +19,7 @@ EXCLUDED = {
     "training.recompute_activations": "another name of --recompute-granularity selective",
     "training.moe_layer_recompute": "another name of --recompute-modules moe",
     "training.recompute_norms": "another name of --recompute-modules layernorm",
-    "training.recompute_mlp_act": "the same kernel on each rank; tests/model/implementations/test_recomputed_activation.py compares the bits",
+    "training.recompute_mlp_act": "the same on each rank; tests/model/implementations/test_recomputed_activation.py compares the bits",
     "parallel.account_for_embedding_in_pipeline_split": "one of the ways to give stages uneven numbers of layers",
     "parallel.account_for_loss_in_pipeline_split": "one of the ways to give stages uneven numbers of layers",
     "optimizer.apply_wd_to_qk_layernorm": "enabled in one of the models of parity",

@@ -21,7 +21,7 @@ from megatrain.data.tokenizers.special_tokens import listed_end_ids
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.hf.config_file import CONFIG_NAME, RESTORE, ConfigFile
 from megatrain.interop.hf.families.table import family_of
-from megatrain.interop.hf.family import COUNT
+from megatrain.interop.hf.family import COUNT, Not
 from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder, name_text
 from megatrain.interop.hf.settings import bias_shapes, flags_of, plan_of, read_settings, shapes_of
 from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, factor_of, their_tensors, zero_tensors
@@ -32,6 +32,7 @@ from megatrain.storage.untrusted_json import integer
 
 _WITH_ROWS: Final = (EMBEDDING_NAME, OUTPUT_NAME, OUTPUT_BIAS_NAME)
 """Tensors with a row per id."""
+_TIED: Final = "tie_word_embeddings"
 _MAX_LISTED: Final = 1000
 _ROWS_AT_A_TIME: Final = 4096
 
@@ -274,11 +275,7 @@ class HfCheckpoint(TensorReader):
             if found.get(name, theirs.shape) != theirs.shape
         ]
         if problems:
-            listed = "".join(f"\n  {problem}" for problem in problems[:_MAX_LISTED])
-            raise InputError(
-                f"{self.path}: its tensors are not those of the {self.family.architecture} that {CONFIG_NAME} describes:{listed}",
-                fix="restore the folder from the model's source, or correct config.json",
-            )
+            raise self._other_tensors(problems, head)
         factors = self.family.factors(self._folder.config)
         for theirs in expected.values():
             self._folder.dtype(self._stored_names[theirs.name])
@@ -297,6 +294,17 @@ class HfCheckpoint(TensorReader):
                 )
         if OUTPUT_NAME not in self._shapes and head in found:
             self._check_tied(self._stored_names[head])
+
+    def _other_tensors(self, problems: list[str], head: str) -> InputError:
+        listed = "".join(f"\n  {problem}" for problem in problems[:_MAX_LISTED])
+        fix = "restore the folder from the model's source, or correct config.json"
+        may_be_tied = any(isinstance(part, Not) and part.theirs == _TIED for part in self.family.config)
+        if problems == [f"missing: {head}"] and may_be_tied:
+            fix = f'set "{_TIED}" to true in {CONFIG_NAME} if the output layer is the embedding, or restore the folder'
+        return InputError(
+            f"{self.path}: its tensors are not those of the {self.family.architecture} that {CONFIG_NAME} describes:{listed}",
+            fix=fix,
+        )
 
     def _not_read(self, head: str) -> list[re.Pattern[str]]:
         """Return the names of tensors that files may have and that are not read. `head`: tensor of the output layer."""
@@ -340,7 +348,7 @@ class HfCheckpoint(TensorReader):
         if not is_equal:
             raise InputError(
                 f"{self.path}: {CONFIG_NAME} ties the output layer to the embedding, and {head} differs from it",
-                fix='set "tie_word_embeddings" to false in config.json if the model was trained so',
+                fix=f'set "{_TIED}" to false in {CONFIG_NAME} if the model was trained so',
             )
 
 

@@ -166,8 +166,8 @@ def encoders_have_experts(draft: Draft) -> Notes:
     family, experts = draft.config.model.model_family, draft.config.experts.num_experts
     if family in MASKED_FAMILIES and experts:
         yield (
-            f"--num-experts {experts} with --model-family {family}: layers have experts, while Megatron-LM's of BERT and T5 stay"
-            " dense whatever the flag says"
+            f"--num-experts {experts} with --model-family {family}: layers have experts, while Megatron-LM's of BERT and T5"
+            " are dense with this flag, too"
         )
 
 

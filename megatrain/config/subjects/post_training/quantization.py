@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Final
 
 from megatrain.config.errors import Problem
@@ -52,7 +53,7 @@ def uncovered_part(draft: Draft) -> str:
     parts = [part for layer in draft.derived.model_spec.all_layers for part in layer.parts]
     wrong = next((part for part in parts if not isinstance(part, AttentionSpec | MlpSpec)), None)
     if wrong is not None:
-        return type(wrong).__name__.removesuffix("Spec")
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(wrong).__name__.removesuffix("Spec")).lower()
     if any(isinstance(part, AttentionSpec) and part.latent is not None for part in parts):
         return "latent attention"
     return "" if draft.config.model.model_family == "gpt" else draft.config.model.model_family

@@ -2,7 +2,7 @@
 
 CASES = {
     "lora_covers_the_layers": [
-        ("--lora-rank 4 --num-experts 4", "", None, ("--lora-rank 4", "Experts"), ("remove --lora-rank",)),
+        ("--lora-rank 4 --num-experts 4", "", None, ("--lora-rank 4", "has experts"), ("remove --lora-rank",)),
         ("--lora-rank 4 --lora-target-modules gate_proj", "--swiglu", None, ("gate_proj", "no such layer"), ("--lora-target-modules",)),
     ],
 }  # fmt: skip

@@ -6,7 +6,7 @@ QAT = "--qat int4 --qat-group-size 32"
 TWO = Facts(world_size=2)
 CASES = {
     "qat_covers_the_layers": [
-        ("--qat int8 --num-experts 4", "", None, ("--qat int8", "Experts"), ("megatrain quantize",)),
+        ("--qat int8 --num-experts 4", "", None, ("--qat int8", "has experts"), ("megatrain quantize",)),
         ("--qat int8 --multi-latent-attention --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16", "", None,
          ("--qat int8", "latent attention"), ("megatrain quantize",)),
     ],
