@@ -58,14 +58,22 @@ class Conversations:
             raise InvalidDocumentError(str(error)) from error
 
     def _texts(self, **request: Any) -> list[str]:
-        with self._lock:  # requests of a server come from several threads
-            return [text for text, _ in self._template.segments(request)]
+        try:
+            with self._lock:  # requests of a server come from several threads
+                return [text for text, _ in self._template.segments(request)]
+        except InvalidDocumentError as error:  # whose fix is of preprocess_data.py
+            raise InvalidDocumentError(
+                str(error), fix="give messages that the model's chat template accepts"
+            ) from error
 
     def _end_of_answer(self) -> tuple[str, ...]:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
         try:
             text = "".join(self._texts(messages=messages))
         except InvalidDocumentError as error:
-            raise InputError(f"the model's chat template fails: {error}", fix=error.fix) from error
+            raise InputError(
+                f"the model's chat template fails: {error}",
+                fix="correct the chat template of the checkpoint's data, or of its tokenizer",
+            ) from error
         end = text.rpartition(_PROBE)[2].strip()
         return (end,) if end else ()

@@ -67,6 +67,19 @@ def test_prompts_are_those_of_transformers(folder: Path, capsys: pytest.CaptureF
         assert found["tokens"] == expected.tolist()
 
 
+def test_a_role_that_the_format_lacks_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Left out, its message would silently have no effect on the answer."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "developer", "content": "Be brief."}, QUESTION]}))
+    words = ["--prompt-file", str(prompts), "--chat", "--device", "cpu"]
+    assert main(["generate", "--load", str(folder / "run"), *words]) == 2
+    message = capsys.readouterr().err
+    assert "no role developer, only system, user, assistant, tool" in message
+    assert "fix: give messages that the model's chat template accepts" in message
+
+
 @pytest.mark.nightly
 def test_a_conversation_of_lines_is_that_of_its_messages(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, VOCAB, tiny_model, write
 
+import pretrain
 from megatrain.config import ConfigError
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
@@ -142,8 +143,6 @@ def test_weights_here_hold_the_factors_of_falcon_h1(tmp_path: Path) -> None:
 def test_a_run_with_prediction_heads_is_exported_without_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import pretrain
-
     words = ["--hybrid-layer-pattern", "ME*-/*E/*E", "--position-embedding-type", "none", "--squared-relu"]
     words += ["--untie-embeddings-and-output-weights", "--moe-shared-expert-intermediate-size", "20"]
     pretrain.main([*RUN, *words, "--save", str(tmp_path / "run")])
@@ -180,3 +179,33 @@ def test_an_export_names_the_difference(pattern: str, words: str, problem: str, 
     plan = resolve(parse(flags), Facts(world_size=1, vocab_size=97, eod_id=0))
     with pytest.raises(ConfigError, match=problem):
         fitting_family(plan.config, 97, tmp_path, "NemotronHForCausalLM")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("pattern", ["G-G-*-", "*-G-"])
+def test_delta_nets_and_mlps_in_turns_are_a_qwen(
+    pattern: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--position-embedding-type rope --rotary-percent 0.25 --swiglu --qk-layernorm --apply-layernorm-1p"
+        " --attention-output-gate --untie-embeddings-and-output-weights --init-method-std 0.2 --linear-key-head-dim 8"
+        " --linear-value-head-dim 6 --linear-num-key-heads 2 --linear-num-value-heads 4 --ffn-hidden-size 64"
+    )
+    run = ["--hybrid-layer-pattern", pattern, *words.split(), "--save", str(tmp_path / "run")]
+    assert pretrain.main([*RUN, *run]) == 0
+    capsys.readouterr()
+    assert main(["convert", "megatrain-to-hf", str(tmp_path / "run"), str(tmp_path / "theirs")]) == 0
+    assert "Qwen3_5ForCausalLM" in (printed := capsys.readouterr().out)
+    assert "largest error" in printed
+    assert main(["convert", "hf-to-megatrain", str(tmp_path / "theirs"), str(tmp_path / "back")]) == 0
+    assert main(["convert", "megatrain-to-hf", str(tmp_path / "back"), str(tmp_path / "again")]) == 0
+    stored, again = (
+        {
+            name: one
+            for file in (tmp_path / folder).glob("*.safetensors")
+            for name, one in load_file(file).items()
+        }
+        for folder in ("theirs", "again")
+    )
+    assert stored.keys() == again.keys() != set()
+    assert all(torch.equal(one, again[name]) for name, one in stored.items())

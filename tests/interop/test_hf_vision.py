@@ -333,6 +333,21 @@ def test_a_joined_model_is_trained_in_stages(parts: Path, folder: Path, tmp_path
     assert {*changed(canonical(tmp_path / "theirs" / "iter_0000000"), direct)} == {"projector"}
 
 
+def test_an_export_has_the_context_of_text_and_images(tmp_path: Path) -> None:
+    flags = (
+        "--model-family vlm --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --normalization RMSNorm --swiglu"
+        " --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --device cpu"
+        " --vision-model-type siglip --vision-hidden-size 16 --vision-num-attention-heads 2 --img-h 8 --img-w 8 --patch-dim 4"
+        " --mock-data --tokenizer-type NullTokenizer --vocab-size 40 --seq-length 16 --micro-batch-size 1 --train-iters 1"
+        f" --lr 1e-3 --eval-iters 0 --save {tmp_path / 'run'}"
+    )
+    assert pretrain.main(flags.split()) == 0
+    words = ["megatrain-to-hf", tmp_path / "run", tmp_path / "theirs", "--image-token-id", 5, "--no-compare"]
+    assert main(["convert", *map(str, words)]) == 0
+    config = json.loads((tmp_path / "theirs/config.json").read_text())
+    assert config["text_config"]["max_position_embeddings"] == 16 + (8 // 4) ** 2
+
+
 def test_text_after_an_image_is_that_of_transformers(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -213,6 +213,20 @@ def loss_masks_are_not_read(draft: Draft) -> Notes:
         )
 
 
+@note("result")
+def chat_templates_differ(draft: Draft) -> Notes:
+    by_template: dict[str, str] = {}
+    for one in draft.facts.datasets:
+        if one.chat_template is not None:
+            by_template.setdefault(one.chat_template, one.prefix)
+    if len(by_template) > 1:
+        first = next(iter(by_template.values()))
+        yield (
+            f"{', '.join(by_template.values())}: conversations of different chat templates; chats with the model and its"
+            f" exports have that of {first}"
+        )
+
+
 @derives("derived.vocab_size")
 def vocab_size(draft: Draft) -> DerivedValue:
     given, found = draft.config.tokenizer.vocab_size, draft.facts.vocab_size

@@ -98,7 +98,7 @@ class BadLines:
         if self.num_lines > 1:
             lines.append(f"{f'and {more:,} more: ' * bool(more)}{self.num_lines:,} bad lines {where}")
             fixes = dict.fromkeys(bad.fix.removesuffix(", or correct the line") for bad in self._shown)
-            fix = ", ".join([one for one in fixes if not one.startswith("correct")] + ["correct the lines"])
+            fix = ", ".join([one for one in fixes if one != "correct the line"] + ["correct the lines"])
         fix += ", or skip such lines with --on-bad-line skip"
         raise InputError("\n  ".join(lines), fix=fix)
 

@@ -167,7 +167,7 @@ class ChatTemplate:
         except _FailedError as error:
             raise InvalidDocumentError(
                 f"rejected by the chat template {self._settings.file}: {error}",
-                fix="correct the line or the template, or give --chat-template FILE with another one",
+                fix="give --chat-template FILE with another template, or correct the line",
             ) from None
         return [(str(text), bool(has_loss)) for text, has_loss in found]
 

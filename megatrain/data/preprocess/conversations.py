@@ -130,7 +130,8 @@ def built_in_template(prompt_format: PromptFormat) -> str:
         f" + {json.dumps(after)} }}}}"
         for role, (before, after) in found.texts.items()
     ]
-    body = "{% if " + "{% elif ".join(written) + "{% endif %}" if written else "{{ m.content }}"
+    unknown = f"{{% else %}}{{{{ raise_exception('no role ' ~ m.role ~ ', only {', '.join(found.texts)}') }}}}{{% endif %}}"
+    body = "{% if " + "{% elif ".join(written) + unknown if written else "{{ m.content }}"
     prompt = f"{{% if add_generation_prompt %}}{{{{ {json.dumps(found.prompt)} }}}}{{% endif %}}"
     return f"{{% for m in messages %}}{body}{{% endfor %}}" + (prompt if found.prompt else "")
 

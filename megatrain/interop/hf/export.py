@@ -19,6 +19,7 @@ from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
 from megatrain.checkpoint.reader import TensorReader
 from megatrain.checkpoint.stored_tokenizer import StoredTokenizer, stored_tokenizer
 from megatrain.checkpoint.stored_values import stored_section
+from megatrain.config.derive.vision import sample_length
 from megatrain.config.errors import InputError, MegatrainError
 from megatrain.config.schema.data import MASKED_FAMILIES, DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
@@ -70,9 +71,11 @@ class HfExport(TensorReader):
                 fix=f"export the weights alone: megatrain checkpoint export-weights {reader.path} TARGET",
             )
         data: DataConfig = stored_section(reader.path, manifest.config, "data", DataConfig)
+        vision: VisionConfig = stored_section(reader.path, manifest.config, "vision", VisionConfig)
         self._has_images = bool(data.image_data_path)
         if model.max_position_embeddings is None:  # which every config.json has
-            model = replace(model, max_position_embeddings=data.seq_length)
+            length = sample_length(Config(model=model, data=data, vision=vision))
+            model = replace(model, max_position_embeddings=length)
         if EMBEDDING_NAME not in manifest.tensors:
             raise MismatchError(f"{reader.path}: has no {EMBEDDING_NAME}", fix="export another checkpoint")
         self.vocab_size = manifest.tensors[EMBEDDING_NAME].shape[0]
@@ -80,7 +83,6 @@ class HfExport(TensorReader):
             reader.path, manifest.config, "tokenizer", TokenizerConfig
         )
         self.tokenizer = self._stored_tokenizer()
-        vision: VisionConfig = stored_section(reader.path, manifest.config, "vision", VisionConfig)
         is_tower = architecture in FAMILIES and FAMILIES[architecture].is_tower
         if image_token is not None or (
             model.model_family == "vlm" and vision.image_token_id is None and not is_tower

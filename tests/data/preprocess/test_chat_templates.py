@@ -219,6 +219,10 @@ def test_a_built_in_format_is_its_template(oracle, name):
     (found,) = make_formatter(ConversationSettings(key="messages", prompt_format=name))(row)
     text = text_of_transformers(oracle, built_in_template(name), row)
     assert "".join(segment.text for segment in found.segments) == text
+    row["messages"][0]["role"] = "developer"
+    if name != "identity":  # a message that is left out would be an answer to another question
+        with pytest.raises(Exception, match="no role developer, only system, user, assistant"):
+            text_of_transformers(oracle, built_in_template(name), row)
 
 
 def test_templates_are_named_as_in_transformers(folder, oracle, tmp_path):

@@ -115,7 +115,7 @@ def test_outputs_of_another_sample_end_the_run(whole: Path, pool: WorkerPool) ->
         ("--seed 5", "other samples"),
         ("--seq-length 8", "samples of 16 tokens"),
         ("--vocab-size 100", "for 101 tokens"),
-        ("--train-iters 5", "other samples"),
+        ("--train-iters 5", "and the run reads"),
         ("--dataloader-type cyclic", "is not supported together with --dataloader-type cyclic"),
         ("--logits-load-dir /nowhere", "No such file"),
     ],

@@ -114,13 +114,13 @@ def cached_outputs_are_of_this_run(draft: Draft) -> Problems:
         )
     elif not _is_same(draft.facts.tokenizer_fingerprint, stored["tokenizer_fingerprint"]):
         yield Problem(f"{CACHE} {folder} is for another tokenizer than that of the run", remedy)
-    elif stored["data_digest"] != samples_digest(draft.config, draft.derived, draft.facts):
-        yield Problem(f"{CACHE} {folder} is for other samples, or for another order of them", remedy)
-    elif stored["num_samples"] < draft.derived.train_samples:
+    elif stored["num_samples"] < draft.derived.train_samples:  # which also changes their order
         yield Problem(
             f"{CACHE} {folder} has the outputs for {stored['num_samples']} samples, and the run reads {draft.derived.train_samples}",
             remedy,
         )
+    elif stored["data_digest"] != samples_digest(draft.config, draft.derived, draft.facts):
+        yield Problem(f"{CACHE} {folder} is for other samples, or for another order of them", remedy)
 
 
 def _facts(draft: Draft) -> TeacherFacts:

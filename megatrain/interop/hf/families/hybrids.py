@@ -4,6 +4,7 @@ NemotronH   Mamba-2, attention without positions, MLPs and experts with squared 
 Mamba2      Mamba-2 alone
 Bamba       blocks of a mixer, Mamba-2 or attention with RoPE, and a gated MLP: two layers of ours
 FalconH1    blocks of Mamba-2 and attention side by side, and a gated MLP; with factors that our weights hold
+Qwen3_5     blocks of a gated delta net or gated attention, and a gated MLP; they are read as layers of a GPT (`qwen.py`)
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megatrain.interop.hf.families.llama import (
     OUTER,
     SWIGLU,
 )
+from megatrain.interop.hf.families.qwen import BESIDE_DELTA_NETS, QWEN3_5
 from megatrain.interop.hf.family import (
     COUNT,
     POSITIVE,
@@ -210,6 +212,21 @@ class _Blocks:
         mixers = _letters(config)[::2]
         attention = [number for number, letter in enumerate(mixers) if letter == "*"]
         return {"num_hidden_layers": len(mixers), "attn_layer_indices": attention}
+
+
+class _DeltaBlocks:
+    """Blocks of Qwen 3.5: a gated delta net or attention, and an MLP."""
+
+    kinds: ClassVar = {"linear_attention": "G-", "full_attention": "*-"}
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        check = list_of(text(tuple(self.kinds)), most=MAX_LAYERS)
+        return _settings("".join(self.kinds[kind] for kind in source.checked("layer_types", check=check)))
+
+    def write(self, config: Config) -> dict[str, Any]:
+        names = {letters[0]: kind for kind, letters in self.kinds.items()}
+        types = [names[letter] for letter in _letters(config)[::2]]
+        return {"num_hidden_layers": len(types), "layer_types": types}
 
 
 class _FalconWidths:
@@ -457,6 +474,12 @@ BAMBA: Final = Family(
         ),
     },
     fits=lambda config: set(_letters(config)[1::2]) == {"-"} and len(_letters(config)) % 2 == 0,
+    layers_per_block=2,
+)
+QWEN3_5_BLOCKS: Final = replace(
+    QWEN3_5,
+    config=(*BESIDE_DELTA_NETS, Fixed(_HYBRID), QueryGroups(default=4), _DeltaBlocks()),
+    fits=lambda config: set(_letters(config)[::2]) <= {*"G*"} and set(_letters(config)[1::2]) == {"-"},
     layers_per_block=2,
 )
 _FALCON_FACTORS: Final = _Factors(

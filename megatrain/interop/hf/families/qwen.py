@@ -28,7 +28,7 @@ from megatrain.interop.hf.families.llama import (
     SWIGLU,
     modules,
 )
-from megatrain.interop.hf.family import COUNT, Choice, Family, Fixed, Fused, Modules, Not, Value
+from megatrain.interop.hf.family import COUNT, Choice, ConfigPart, Family, Fixed, Fused, Modules, Not, Value
 from megatrain.interop.hf.rope import Rope
 from megatrain.storage.untrusted_json import list_of, text
 
@@ -153,7 +153,7 @@ QWEN3_MOE: Final = Family(
     ),
     modules=modules(LAYER, QK_NORMS, EXPERTS),
 )
-_WITH_DELTA_NETS: Final = (
+BESIDE_DELTA_NETS: Final[tuple[ConfigPart, ...]] = (
     *SWIGLU,
     NO_ATTENTION_BIAS,
     Value("head_dim", "model.kv_channels", default=256, is_optional=True),
@@ -162,7 +162,6 @@ _WITH_DELTA_NETS: Final = (
         percent=0.25,
         of_images=("mrope_section", "mrope_interleaved"),
     ),
-    _DeltaNets(),
     *(
         Value(f"linear_{name}", f"model.linear_{name}", default=default)
         for name, default in {
@@ -185,7 +184,8 @@ QWEN3_NEXT: Final = Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     config=(
-        *_WITH_DELTA_NETS,
+        *BESIDE_DELTA_NETS,
+        _DeltaNets(),
         QueryGroups(default=2),
         ExpertLayers(),
         Value("moe_intermediate_size", "experts.moe_ffn_hidden_size"),
@@ -201,7 +201,7 @@ QWEN3_NEXT: Final = Family(
 QWEN3_5: Final = Family(
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
-    config=(*_WITH_DELTA_NETS, QueryGroups(default=4)),
+    config=(*BESIDE_DELTA_NETS, _DeltaNets(), QueryGroups(default=4)),
     modules=modules(LAYER, QK_NORMS, _DELTA_NET, _BY_PROJECTION),
     buffers=(r"mtp\..*",),
 )

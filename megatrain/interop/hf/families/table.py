@@ -1,5 +1,6 @@
 """All families, in the order in which an export tries them, and the models that are refused by name."""
 
+from dataclasses import replace
 from typing import Final
 
 from megatrain.config.errors import InputError
@@ -8,7 +9,7 @@ from megatrain.interop.hf.families.bert import MEGATRON_BERT, MEGATRON_BERT_MASK
 from megatrain.interop.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA
 from megatrain.interop.hf.families.gemma import GEMMA2, GEMMA3
 from megatrain.interop.hf.families.gpt import GPT2, GPT_NEOX, GPT_OSS, STARCODER2
-from megatrain.interop.hf.families.hybrids import BAMBA, FALCON_H1, MAMBA2, NEMOTRON_H
+from megatrain.interop.hf.families.hybrids import BAMBA, FALCON_H1, MAMBA2, NEMOTRON_H, QWEN3_5_BLOCKS
 from megatrain.interop.hf.families.llama import LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMOE, PHI3
 from megatrain.interop.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT
 from megatrain.interop.hf.families.shuffled_vision import IDEFICS3, INTERNVL, SMOLVLM
@@ -19,7 +20,7 @@ from megatrain.interop.hf.family import Family
 FAMILIES: Final = {
     family.architecture: family
     for family in (
-        LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, STARCODER2, GEMMA2, GEMMA3, PHI3,
+        LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, replace(QWEN3_5, variants=(QWEN3_5_BLOCKS,)), QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, STARCODER2, GEMMA2, GEMMA3, PHI3,
         DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA, GPT_OSS, MEGATRON_BERT, MEGATRON_BERT_MASKED, T5, MAMBA2, NEMOTRON_H, BAMBA, FALCON_H1,
         LLAVA, LLAVA_NEXT, IDEFICS3, SMOLVLM, INTERNVL, CLIP_TOWER, SIGLIP_TOWER,
     )

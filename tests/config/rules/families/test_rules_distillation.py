@@ -81,6 +81,7 @@ CASES = {
         (CACHE, "", cached(fingerprint="b"), ("another tokenizer",), ("cache-logits",)),
         (f"{CACHE} --seed 7", "", cached(), ("other samples",), ("cache-logits",)),
         (CACHE, "", cached(num_samples=19), ("19 samples", "reads 20"), ("cache-logits",)),
+        (f"{CACHE} --train-samples 32", "--train-iters", cached(), ("20 samples", "reads 32"), ("cache-logits",)),
     ],
     "layer_pairs_exist": [
         (f"{KD} --kd-layer-pairs 4:0:mse", "", teacher(), ("the model has layers 0 to 3",), ("--kd-layer-pairs 3:0:mse",)),
