@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from everyday import nightly
 from parity_faults import FAULTS
 
 from megatrain.config import ConfigError, Problem
@@ -205,10 +206,13 @@ def test_a_dry_run_that_does_not_describe_its_run_is_found(part: str, name: str,
     assert len(list(dry_run_differences(dry, OUTCOME))) == 1
 
 
-@pytest.mark.nightly
-def test_equal_runs_and_their_dry_runs_are_equal(folder: Path) -> None:
-    """A whole run on two ranks that is stopped and resumed in one process, with validations of a whole set."""
-    case = Case.of("tp2 sp llama layers2 validsets toone chunkedloss".split(), folder / "data")
+@pytest.mark.parametrize(
+    "words",
+    ["dp2 bf16 llama layers2 chunkedloss", nightly("tp2 sp llama layers2 validsets toone chunkedloss")],
+)
+def test_equal_runs_and_their_dry_runs_are_equal(folder: Path, words: str) -> None:
+    """Whole runs on two ranks that are stopped and resumed: in bf16, to the bit; or in one process, with whole validations."""
+    case = Case.of(words.split(), folder / "data")
     assert RunComparer(folder / "equal").compare(case) == Verdict("equal")
 
 

@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from everyday import one_in
 from forked_job import ForkedJob
-from run_helpers import ROOT, command_line, started, wait_for
+from run_helpers import LIMIT_SECONDS, ROOT, command_line, started, wait_for
 
 import pretrain
 from megatrain.training import stopping
@@ -21,6 +23,8 @@ from megatrain.training.engine import Engine
 from megatrain.training.logging import console
 from megatrain.training.logging.console import Phases
 from megatrain.training.stopping import StopRequest
+
+Start = Callable[..., subprocess.Popen[Any]]
 
 BLOCKED = """
 import ctypes, sys, time
@@ -51,7 +55,7 @@ def test_a_second_signal_ends_a_process_that_is_blocked(tmp_path: Path) -> None:
         time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 128 + signal.SIGINT
     assert errors == "a second signal, SIGINT: the process ends at once\n"
     _, reported, reason = lines.read_text().splitlines()
@@ -149,20 +153,25 @@ def test_a_closed_terminal_is_a_request_unless_it_is_ignored(handler: signal.Han
     assert stop.signals.number == (signal.SIGHUP if handler == signal.SIG_DFL else 0)
 
 
-def start(
-    folder: Path, flags: dict[str, str | None], *before: str, **streams: Any
-) -> subprocess.Popen[bytes]:
-    """Start a run that saves to `folder / "run"`, with `before` before its command, and stderr in `folder / "errors"`."""
-    flags = {"--save": str(folder / "run"), "--train-iters": "3000", "--log-interval": "1"} | flags
-    words = [*before, sys.executable, "-u", "pretrain.py", *command_line(flags)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with (folder / "errors").open("w") as errors:
-        return subprocess.Popen(words, cwd=ROOT, env=environment, **({"stderr": errors} | streams))
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start runs that save to `tmp_path / "run"`, with words `before` the command, and stderr in `tmp_path / "errors"`."""
+
+    def run(flags: dict[str, str | None], *before: str, **streams: Any) -> subprocess.Popen[Any]:
+        flags = {"--save": str(tmp_path / "run"), "--train-iters": "3000", "--log-interval": "1"} | flags
+        words = [*before, sys.executable, "-u", "pretrain.py", *command_line(flags)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        with (tmp_path / "errors").open("w") as errors:
+            process = started(words, cwd=ROOT, env=environment, **({"stderr": errors} | streams))
+            return processes.enter_context(process)
+
+    with ExitStack() as processes:
+        yield run
 
 
 def assert_saved(folder: Path, process: subprocess.Popen[bytes], reason: str) -> None:
     """Check that a run stopped for this reason after a save, without a traceback."""
-    assert process.wait(60) == 75
+    assert process.wait(LIMIT_SECONDS) == 75
     status = json.loads((folder / "run" / "status.json").read_text())
     assert (status["exit_code"], status["reason"]) == (75, reason)
     assert (folder / "run" / f"iter_{status['iteration']:07d}").is_dir()
@@ -171,9 +180,11 @@ def assert_saved(folder: Path, process: subprocess.Popen[bytes], reason: str) ->
 
 
 @pytest.mark.parametrize("is_stderr_closed", one_in(2, [False, True]))
-def test_a_closed_console_saves_and_stops_the_run(tmp_path: Path, is_stderr_closed: bool) -> None:
+def test_a_closed_console_saves_and_stops_the_run(
+    start: Start, tmp_path: Path, is_stderr_closed: bool
+) -> None:
     both = {"stderr": subprocess.STDOUT} if is_stderr_closed else {}
-    process = start(tmp_path, {}, stdout=subprocess.PIPE, **both)
+    process = start({}, stdout=subprocess.PIPE, **both)
     assert process.stdout is not None
     while b" iteration        1/" not in process.stdout.readline():
         assert process.poll() is None
@@ -184,11 +195,11 @@ def test_a_closed_console_saves_and_stops_the_run(tmp_path: Path, is_stderr_clos
 
 
 @pytest.mark.nightly  # test_log_failures has one within this process
-def test_a_full_disk_under_the_console_ends_no_run_that_need_not_log(tmp_path: Path) -> None:
+def test_a_full_disk_under_the_console_ends_no_run_that_need_not_log(start: Start, tmp_path: Path) -> None:
     flags = {"--train-iters": "3", "--on-log-failure": "warn"}
     with Path("/dev/full").open("w") as full:
-        process = start(tmp_path, flags, stdout=full)
-        assert process.wait(60) == 0
+        process = start(flags, stdout=full)
+        assert process.wait(LIMIT_SECONDS) == 0
     assert (tmp_path / "errors").read_text() == (
         "error: standard output cannot be written: No space left on device (errno 28)\n"
     )
@@ -208,21 +219,23 @@ def test_a_run_without_standard_streams_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_program_without_standard_streams_trains(tmp_path: Path) -> None:
-    process = start(tmp_path, {"--train-iters": "2"}, "bash", "-c", '"$@" <&- >&- 2>&-', "bash")
-    assert process.wait(60) == 0
+def test_a_program_without_standard_streams_trains(start: Start, tmp_path: Path) -> None:
+    process = start({"--train-iters": "2"}, "bash", "-c", '"$@" <&- >&- 2>&-', "bash")
+    assert process.wait(LIMIT_SECONDS) == 0
     assert (tmp_path / "run" / "iter_0000002").is_dir()
 
 
 @pytest.mark.nightly
-def test_a_closed_terminal_saves_and_stops_the_run_unless_it_is_started_by_nohup(tmp_path: Path) -> None:
+def test_a_closed_terminal_saves_and_stops_the_run_unless_it_is_started_by_nohup(
+    start: Start, tmp_path: Path
+) -> None:
     metrics = tmp_path / "run" / "metrics.jsonl"
-    process = start(tmp_path, {}, "env", "--default-signal=HUP", stdout=subprocess.DEVNULL)
+    process = start({}, "env", "--default-signal=HUP", stdout=subprocess.DEVNULL)
     wait_for(metrics, lines=1)
     process.send_signal(signal.SIGHUP)
     assert_saved(tmp_path, process, "signal SIGHUP")
     more: dict[str, str | None] = {"--load": str(tmp_path / "run")}
-    process = start(tmp_path, more, "env", "--ignore-signal=HUP", stdout=subprocess.DEVNULL)
+    process = start(more, "env", "--ignore-signal=HUP", stdout=subprocess.DEVNULL)
     wait_for(metrics, lines=len(metrics.read_text().splitlines()) + 1)
     process.send_signal(signal.SIGHUP)
     wait_for(metrics, lines=len(metrics.read_text().splitlines()) + 3)
@@ -239,15 +252,15 @@ def catches_signals(process: subprocess.Popen[bytes]) -> bool:
 
 
 @pytest.mark.parametrize("seed", one_in(60, range(60)))
-def test_a_signal_at_any_moment_of_the_start_is_not_lost(tmp_path: Path, seed: int) -> None:
+def test_a_signal_at_any_moment_of_the_start_is_not_lost(start: Start, tmp_path: Path, seed: int) -> None:
     moments = random.Random(seed)
-    process = start(tmp_path, {"--save-interval": "100000"}, stdout=subprocess.DEVNULL)
+    process = start({"--save-interval": "100000"}, stdout=subprocess.DEVNULL)
     while not catches_signals(process):
         assert process.poll() is None
     time.sleep(moments.uniform(0, 8) if seed else 0)
     number = moments.choice((signal.SIGINT, signal.SIGTERM))
     process.send_signal(number)
-    assert process.wait(30) in ((130, 75) if number == signal.SIGINT else (75,))
+    assert process.wait(LIMIT_SECONDS) in ((130, 75) if number == signal.SIGINT else (75,))
     assert "Traceback" not in (tmp_path / "errors").read_text()
     status = tmp_path / "run" / "status.json"
     if status.exists():

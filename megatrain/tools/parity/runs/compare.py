@@ -74,7 +74,8 @@ class RunComparer:
     folder: Path
     patches: tuple[Patch, ...] = ()
     timeout_seconds: float = 120.0
-    _references: dict[Start, Outcome] = field(default_factory=dict)
+    _references: dict[tuple[Start, bool], Outcome] = field(default_factory=dict)
+    """By start, and whether the loss is computed in chunks."""
 
     def refusal(self, case: Case) -> tuple[Problem, ...]:
         """Return the problems for which `resolve` refuses one of the starts; nothing is run."""
@@ -98,32 +99,31 @@ class RunComparer:
         return Verdict("differs" if lines else "equal", tuple(lines))
 
     def _compared(self, case: Case) -> list[str]:
-        expected = self._reference(case.reference)
+        expected = self._reference(case)
         save = self.folder / "layout"
         shutil.rmtree(save, ignore_errors=True)
-        ended = [self._run(start, save, "layout", self._patches(case)) for start in case.starts]
+        patches = [*self.patches, *[chunked_loss] * case.has_chunks]
+        ended = [self._run(start, save, "layout", patches) for start in case.starts]
         found = Outcome.of(save, ended[-1].outputs[0])
         return differences(expected, found, 0.0 if case.is_exact else TOLERANCE)
 
-    def _reference(self, start: Start) -> Outcome:
-        if start not in self._references:
+    def _reference(self, case: Case) -> Outcome:
+        start, has_chunks = key = case.reference, case.is_exact and case.has_chunks
+        if key not in self._references:
             save = self.folder / "reference"
             shutil.rmtree(save, ignore_errors=True)
-            ended = self._run(start, save, "reference")
+            ended = self._run(start, save, "reference", [chunked_loss] * has_chunks)
             while len(self._references) >= _MOST_KEPT:
                 del self._references[next(iter(self._references))]
-            self._references[start] = Outcome.of(save, ended.outputs[0])
-        return self._references[start]
+            self._references[key] = Outcome.of(save, ended.outputs[0])
+        return self._references[key]
 
     def _dry_runs(self, case: Case) -> Iterator[str]:
         """Yield what the dry runs of both runs say and the reference, which equals the layout's run, does not show."""
-        unbroken = self._references[case.reference]
+        unbroken = self._reference(case)
         for name, start in {"reference": case.reference, "layout": case.unbroken}.items():
             for line in dry_run_differences(self._dry_run(start), unbroken):
                 yield f"{_DRY_RUN}{name}: {line}"
-
-    def _patches(self, case: Case) -> list[Patch]:
-        return [*self.patches, *[chunked_loss] * case.has_chunks]
 
     def _run(self, start: Start, save: Path, name: str, patches: Sequence[Patch] = ()) -> Ended:
         """Run a start; raise _RunError unless it ends with the expected exit code."""
