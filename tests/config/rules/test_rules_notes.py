@@ -151,11 +151,22 @@ def test_conversations_that_are_read_without_sft_are_noted(plan_of, flags):
 
 @pytest.mark.parametrize(("second", "is_noted"), [("{{ a }}", False), ("{{ b }}", True), (None, False)])
 def test_conversations_of_different_chat_templates_are_noted(plan_of, second, is_noted):
-    data = {"split": "all", "weight": 0.5, "num_sequences": 9, "num_tokens": 9000, "digest": "d", "has_loss_mask": True}
+    data = {
+        "split": "all",
+        "weight": 0.5,
+        "num_sequences": 9,
+        "num_tokens": 9000,
+        "digest": "d",
+        "has_loss_mask": True,
+    }
     found = (("talk", "{{ a }}"), ("chat", second))
-    facts = Facts(datasets=tuple(DatasetFacts(**data, prefix=name, chat_template=text) for name, text in found))
+    facts = Facts(
+        datasets=tuple(DatasetFacts(**data, prefix=name, chat_template=text) for name, text in found)
+    )
     flags = TALK.replace("talk", "0.5 talk 0.5 chat") + " --sft"
-    notes = [note for note in plan_of(flags, without="--mock-data", facts=facts).notes if "chat templates" in note]
+    notes = [
+        note for note in plan_of(flags, without="--mock-data", facts=facts).notes if "chat templates" in note
+    ]
     assert len(notes) == is_noted
     assert all(note.startswith("talk, chat: ") and note.endswith("have that of talk") for note in notes)
 
