@@ -72,9 +72,15 @@ def aliases() -> dict[str, Alias]:
 
 
 def closest_flag(word: str) -> str | None:
-    """Return the flag that a mistyped one most likely means. Refused flags must be more similar than others."""
+    """Return the flag that a mistyped one most likely means: the shortest that it begins, else a similar one.
+
+    Refused flags must be more similar than others.
+    """
     helpful = {*_flags_of_settings(), *aliases(), "--config", "--help", "--version"}
     helpful |= {name for name, flag in megatron_flags().items() if not flag.answer.is_refusal}
+    begun = [name for name in helpful if name.startswith(f"{word}-")]
+    if begun:
+        return min(begun, key=lambda name: (len(name), name))
     near = closest_name(word, helpful)
     refused = closest_name(word, megatron_flags().keys() - helpful, similarity=0.85)
     return closest_name(word, filter(None, (near, refused)))

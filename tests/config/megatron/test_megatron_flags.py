@@ -233,6 +233,12 @@ def test_a_typo_gets_the_right_flag(notes_and_problems, typo):
     assert problem.endswith(f"did you mean {TYPOS[typo]}?")
 
 
+@pytest.mark.parametrize(("begun", "meant"), [("--lora", "--lora-rank"), ("--ema", "--ema-decay"), ("--qat-group", "--qat-group-size")])  # fmt: skip
+def test_the_beginning_of_flags_gets_the_shortest(notes_and_problems, begun, meant):
+    _, (problem,) = notes_and_problems(begun)
+    assert problem.endswith(f"did you mean {meant}?")
+
+
 @pytest.mark.parametrize("typo", TYPOS)
 def test_a_typo_in_yaml_gets_the_right_name(notes_and_problems, typo, tmp_path):
     """The name is below its section, or any section if it has none."""
