@@ -640,6 +640,7 @@ def test_a_folder_may_have_more_rows_than_the_tokenizer_has_tokens(plan_of):
 
 
 TESTED_HERE = (
+    "adapters_of_the_weights_are_kept",
     "settings_match_checkpoint",
     "custom_layers_go_on",
     "balancing_matches_checkpoint",
