@@ -154,7 +154,7 @@ def images_are_mock_data(draft: Draft) -> Problems:
     if _is_vlm(draft) and draft.facts.datasets and given:
         yield Problem(
             f"{' and '.join(given)} names text, which --model-family vlm does not read",
-            f"remove {' and '.join(given)} and use --mock-data, or name conversations with images by --image-data-path instead",
+            f"remove {' and '.join(given)}, and use --mock-data, or name conversations with images by --image-data-path",
         )
 
 
