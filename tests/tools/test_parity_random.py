@@ -170,6 +170,21 @@ def test_equal_outcomes_differ_by_rounding_at_most() -> None:
     assert list(dry_run_differences(DRY_RUN, OUTCOME)) == []
 
 
+@pytest.mark.parametrize(("noise", "num_zeros"), [(0.0, 2), (1e-20, 2), (1e-20, 3)])
+def test_zeros_are_counted_up_to_gradients_that_are_rounding_errors(noise: float, num_zeros: int) -> None:
+    """The moments of `b` say that at most one of its gradients may be zero in one of the runs alone."""
+
+    def outcome(num_zeros: int, noise: float) -> Outcome:
+        metrics = [{**OUTCOME.metrics[0], "num_zeros": num_zeros}, *OUTCOME.metrics[1:]]
+        moments = OUTCOME.kinds["exp_avg"] | {"b": np.array([noise, 0.0])}
+        return replace(OUTCOME, metrics=metrics, kinds=OUTCOME.kinds | {"exp_avg": moments})
+
+    expected = outcome(1, 0.0)
+    is_equal = abs(num_zeros - 1) <= (noise > 0)
+    assert (differences(expected, outcome(num_zeros, noise), 1e-10) == []) == is_equal
+    assert differences(expected, outcome(num_zeros, noise), 0.0)
+
+
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
