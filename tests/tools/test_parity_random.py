@@ -113,6 +113,11 @@ FIXES = [
     ("use --seq-length 21, or remove --sequence-parallel", "--seq-length 21 --sequence-parallel"),
     ("remove --sequence-parallel; it needs ranks", "--seq-length 20"),
     ("add --swiglu and --num-layers 2", "--seq-length 20 --sequence-parallel --swiglu --num-layers 2"),
+    (
+        "use --moe-router-load-balancing-type aux_loss, seq_aux_loss or none",
+        "--seq-length 20 --sequence-parallel --moe-router-load-balancing-type aux_loss",
+    ),
+    ("use --window-size 9,0, --swiglu", "--seq-length 20 --sequence-parallel --window-size 9,0 --swiglu"),
     ("use --moe-layer-freq to choose the layers", None),
     ("give one of them", None),
     ("add --num-experts, or remove --expert-model-parallel-size", None),
