@@ -113,6 +113,11 @@ FIXES = [
     ("use --seq-length 21, or remove --sequence-parallel", "--seq-length 21 --sequence-parallel"),
     ("remove --sequence-parallel; it needs ranks", "--seq-length 20"),
     ("add --swiglu and --num-layers 2", "--seq-length 20 --sequence-parallel --swiglu --num-layers 2"),
+    (
+        "use --moe-router-load-balancing-type aux_loss, seq_aux_loss or none",
+        "--seq-length 20 --sequence-parallel --moe-router-load-balancing-type aux_loss",
+    ),
+    ("use --window-size 9,0, --swiglu", "--seq-length 20 --sequence-parallel --window-size 9,0 --swiglu"),
     ("use --moe-layer-freq to choose the layers", None),
     ("give one of them", None),
     ("add --num-experts, or remove --expert-model-parallel-size", None),
@@ -168,6 +173,21 @@ def test_equal_outcomes_differ_by_rounding_at_most() -> None:
     assert differences(OUTCOME, noisy, 1e-10) == []
     assert len(differences(OUTCOME, noisy, 0.0)) == 1
     assert list(dry_run_differences(DRY_RUN, OUTCOME)) == []
+
+
+@pytest.mark.parametrize(("noise", "num_zeros"), [(0.0, 2), (1e-20, 2), (1e-20, 3)])
+def test_zeros_are_counted_up_to_gradients_that_are_rounding_errors(noise: float, num_zeros: int) -> None:
+    """The moments of `b` say that at most one of its gradients may be zero in one of the runs alone."""
+
+    def outcome(num_zeros: int, noise: float) -> Outcome:
+        metrics = [{**OUTCOME.metrics[0], "num_zeros": num_zeros}, *OUTCOME.metrics[1:]]
+        moments = OUTCOME.kinds["exp_avg"] | {"b": np.array([noise, 0.0])}
+        return replace(OUTCOME, metrics=metrics, kinds=OUTCOME.kinds | {"exp_avg": moments})
+
+    expected = outcome(1, 0.0)
+    is_equal = abs(num_zeros - 1) <= (noise > 0)
+    assert (differences(expected, outcome(num_zeros, noise), 1e-10) == []) == is_equal
+    assert differences(expected, outcome(num_zeros, noise), 0.0)
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,17 @@ def fixed_start(start: Start, problems: Sequence[Problem]) -> Start | None:
 
 
 def _flags_of(text: str) -> list[Flag] | None:
-    """Return the flags that a text consists of; None if it has other words."""
+    """Return the flags that a text consists of, with the first of values between commas; None if it has other words."""
     found: list[list[str]] = []
-    for word in re.split(r"[, ]+", text):
-        if word.startswith("--"):
-            found.append([word])
-        elif found and (re.search(r"\d", word) or word in _CHOICES.get(found[-1][0], ())):
-            found[-1].append(word)
-        elif word != "and":
-            return None
+    for part in text.split(", "):
+        is_other_value = bool(found) and not part.startswith("--")
+        for word in part.split():
+            if word.startswith("--"):
+                found.append([word])
+                is_other_value = False
+            elif found and (re.search(r"\d", word) or word in _CHOICES.get(found[-1][0], ())):
+                if not is_other_value:
+                    found[-1].append(word)
+            elif word != "and":
+                return None
     return [tuple(flag) for flag in found]
