@@ -78,7 +78,7 @@ def closest_flag(word: str) -> str | None:
     """
     helpful = {*_flags_of_settings(), *aliases(), "--config", "--help", "--version"}
     helpful |= {name for name, flag in megatron_flags().items() if not flag.answer.is_refusal}
-    begun = [name for name in helpful if name.startswith(f"{word}-")]
+    begun = [name for name in helpful if f"{name}-".startswith(f"{word}-")]
     if begun:
         return min(begun, key=lambda name: (len(name), name))
     near = closest_name(word, helpful)
