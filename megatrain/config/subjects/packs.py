@@ -194,7 +194,7 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
         (experts.moe_expert_capacity_factor, "--moe-expert-capacity-factor, whose dropped tokens depend on a pack",
          "remove --moe-expert-capacity-factor"),
         (of_batches, f"--moe-router-load-balancing-type {' '.join(of_batches)}, which balances whole micro-batches",
-         "use --moe-router-load-balancing-type aux_loss, seq_aux_loss or none"),
+         "use --moe-router-load-balancing-type seq_aux_loss, aux_loss or none"),
         (experts.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm, which runs passes of two packs in turn",
          "remove --overlap-moe-expert-parallel-comm"),
         (model.mtp_num_layers, f"--mtp-num-layers {model.mtp_num_layers}", without_depths(draft)),
