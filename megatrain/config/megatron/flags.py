@@ -79,7 +79,7 @@ def closest_flag(word: str) -> str | None:
     helpful = {*_flags_of_settings(), *aliases(), "--config", "--help", "--version"}
     helpful |= {name for name, flag in megatron_flags().items() if not flag.answer.is_refusal}
     begun = [name for name in helpful if name.startswith(f"{word}-")]
-    if begun:
+    if begun and word not in helpful:
         return min(begun, key=lambda name: (len(name), name))
     near = closest_name(word, helpful)
     refused = closest_name(word, megatron_flags().keys() - helpful, similarity=0.85)
