@@ -31,7 +31,8 @@ def hangs_in_step():
 
 
 def is_stopped():
-    at_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    """The signal may stop the process a moment after the call returns."""
+    at_step(3, lambda: (os.kill(os.getpid(), signal.SIGSTOP), time.sleep(600)))
 
 
 def holds_the_lock():
