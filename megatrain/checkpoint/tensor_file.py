@@ -127,11 +127,8 @@ class TensorFile:
         high = min(-(-part.stop * itemsize // blocks.num_bytes) * blocks.num_bytes, size)
         if buffer is None or len(buffer.host) < high - low:
             buffer = ReadBuffer(torch.empty(high - low, dtype=torch.uint8))
-        tensor, at, name = (
-            buffer.host[: high - low],
-            self._data_start + start + low,
-            f"{self.path}: {chunk.key}",
-        )
+        tensor, name = buffer.host[: high - low], f"{self.path}: {chunk.key}"
+        at = self._data_start + start + low
         if buffer.gpu is None:
             if not self._read_and_check(bytes_of(tensor), at, blocks, first, chunk.checksums):
                 raise _damaged(name)

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 from everyday import one_in
+from tiny_gradients import tiny_gradients
 
 from megatrain.model.implementations.mlp_chunks import ChunkedMlp
 from megatrain.model.recompute import discarded
-from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
+from megatrain.tools.parity.measure import local_batches
 from megatrain.tools.parity.rows import OPTIONS, Layout
 
 
 def run(recompute: str, model: str, *flags: str) -> tuple[torch.Tensor, int]:
     """Return the gradients, and the number of bytes that forward passes save (recomputed parts save theirs separately)."""
-    layout = Layout.of(f"{recompute} {model}")
-    engine = engine_of(tiny_plan(layout, 1, *flags), 0)
     kept = 0
 
     def count(x: torch.Tensor) -> torch.Tensor:
@@ -29,8 +28,8 @@ def run(recompute: str, model: str, *flags: str) -> tuple[torch.Tensor, int]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-        engine.accumulate_gradients(list(local_batches(0, layout, 0)), first_sample=8)
-    return torch.cat(engine.buffers.gradients.full), kept
+        found = tiny_gradients(f"{recompute} {model}", *flags)
+    return found, kept
 
 
 @pytest.mark.parametrize("model", one_in(2, ["llama", "gpt2"]))

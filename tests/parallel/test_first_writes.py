@@ -7,8 +7,6 @@ import torch
 
 from megatrain.kernels.linear import FirstWrite
 from megatrain.parallel.data_parallel import BucketMemory, GradientReduction
-from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
-from megatrain.tools.parity.rows import Layout
 
 
 def test_memory_of_a_micro_batch_has_zeros_where_no_gradient_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,19 +46,3 @@ def test_memory_of_a_step_is_overwritten_once() -> None:
     assert [write.take() for _ in range(3)] == [True, False, False]
     memory.zero()
     assert write.take()
-
-
-@pytest.mark.parametrize("words", ["fp8tensorwise mtp2 mtprepeated", "fp8blockwise mtp2 mtprepeated"])
-def test_a_layer_that_a_micro_batch_uses_twice_adds_both_gradients(
-    words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = Layout.of(words)
-
-    def gradients() -> torch.Tensor:
-        engine = engine_of(tiny_plan(layout, 1), 0)
-        engine.accumulate_gradients(list(local_batches(0, layout, 0)), first_sample=8)
-        return torch.cat(engine.buffers.gradients.full)
-
-    found = gradients()
-    monkeypatch.setattr(FirstWrite, "take", lambda *_: False)
-    assert torch.equal(found, gradients())

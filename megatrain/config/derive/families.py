@@ -60,9 +60,8 @@ def settings_of_pattern(known: Callable[[str], Any]) -> tuple[dict[str, Any], li
     if text is None and num_layers is not None and sum(shares.values()) <= 1:
         text = pattern_of_shares(num_layers, *shares.values())
     pattern = known_pattern(text)
-    if (
-        pattern is None or not pattern.layers
-    ):  # a rule reports the pattern, which also decides the number of layers
+    if pattern is None or not pattern.layers:
+        # A rule reports the pattern, which also decides the number of layers.
         return ({} if num_layers is not None else {"model.num_layers": INVALID}), []
     settings: dict[str, Any] = {"model.hybrid_layer_pattern": text, "model.num_layers": len(pattern.layers)}
     if pattern.num_depths and known("model.mtp_num_layers") is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatrain.kernels.fused.fp8_scales.tensors import FORMATS, encoded, magnitude_bits, see_largest
+from megatrain.kernels.fused.fp8_scales.tensors import FORMATS, codes_of, magnitude_bits, see_largest
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 
 _BLOCK = 2048
@@ -322,7 +322,7 @@ def _backward_cast(
         tl.store(X + c, dup, mask=mask)
     if SEES:
         _see_gradients(SEEN, dx, dup, inside)
-    codes = encoded(y.to(X.dtype.element_ty).to(tl.float32), tl.load(SCALE + 1), FORMAT)
+    codes = codes_of(y.to(X.dtype.element_ty).to(tl.float32), tl.load(SCALE + 1), FORMAT)
     CODES += tl.cast(first_column, tl.int64) * r + first_row + column[:, None] * r + row[None, :]
     tl.store(CODES, tl.trans(codes), mask=None if IS_EVEN else tl.trans(inside))
 

@@ -76,7 +76,9 @@ class LoraColumnLinear(LocalColumnLinear):
         hidden, x = self.norm.add_and_norm(hidden, delta)
         again = functools.partial(self.norm.recompute, hidden.detach()) if self.recompute_norm else None
         y = column_linear(x, self.weight, None, self.tp, info, bias_of(self))
-        terms = [(adapter.columns(x, self.tps, info, again), part) for adapter, part in self.parts]
+        terms = [
+            (adapter.product(x, column_linear, self.tps, info, again), part) for adapter, part in self.parts
+        ]
         return hidden, _sum(y, terms, self.scale)
 
 
@@ -107,7 +109,9 @@ class LoraRowLinear(LocalRowLinear):
             again = functools.partial(self._activate, x.detach()) if self.activation.is_recomputed else None
             x = apply_activation(x, self.activation)
         y = row_linear(x, self.weight, None, self.tp, info, bias_of(self))
-        return y if self.adapter is None else y + self.adapter.rows(x, self.tps, info, again) * self.scale
+        if self.adapter is None:
+            return y
+        return y + self.adapter.product(x, row_linear, self.tps[::-1], info, again) * self.scale
 
     def _activate(self, x: Tensor) -> Tensor:
         assert self.activation is not None
@@ -168,31 +172,24 @@ class Adapter(ShardedModule):
         self.add_weight("a", a, dtype)
         self.add_weight("b", b, dtype)
 
-    def columns(
+    def product(
         self,
         x: Tensor,
+        linear_a: Callable[..., Tensor],
         tps: tuple[TensorParallel, TensorParallel],
         info: PassInfo,
         recompute_fn: functools.partial[Tensor] | None,
     ) -> Tensor:
-        """Map [s/tp, b, h] -> [s, b, o/tp]; `tps`: this rank alone, and all tensor ranks."""
-        grad_a, grad_b = self.weight_grads.get("a"), self.weight_grads.get("b")
-        again = recompute_fn and self.drop.recompute(recompute_fn, info)
-        u = column_linear(self.drop(x, info), self.a, grad_a, tps[0], info, recompute_fn=again)
-        return column_linear(u, self.b, grad_b, tps[1], info)
+        """Return B A x, of x without the inputs that are dropped: [s/tp, b, h] -> [s, b, o/tp], or [s, b, i/tp] -> [s/tp, b, o].
 
-    def rows(
-        self,
-        x: Tensor,
-        tps: tuple[TensorParallel, TensorParallel],
-        info: PassInfo,
-        recompute_fn: functools.partial[Tensor] | None,
-    ) -> Tensor:
-        """Map [s, b, i/tp] -> [s/tp, b, o]."""
-        grad_a, grad_b = self.weight_grads.get("a"), self.weight_grads.get("b")
+        Args:
+            linear_a: `column_linear`, or `row_linear` where the inputs are split.
+            tps: ranks of A and of B, over which one of them is split.
+        """
         again = recompute_fn and self.drop.recompute(recompute_fn, info)
-        u = row_linear(self.drop(x, info), self.a, grad_a, tps[1], info, recompute_fn=again)
-        return column_linear(u, self.b, grad_b, tps[0], info)
+        grad_a, grad_b = self.weight_grads.get("a"), self.weight_grads.get("b")
+        u = linear_a(self.drop(x, info), self.a, grad_a, tps[0], info, recompute_fn=again)
+        return column_linear(u, self.b, grad_b, tps[1], info)
 
 
 def freeze_base(segments: Sequence[nn.Module]) -> None:

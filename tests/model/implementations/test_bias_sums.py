@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_gradients import tiny_gradients
 
 from megatrain.kernels.fp8.quantize import Amax
 from megatrain.kernels.sums import ColumnSums
 from megatrain.model import gpt
-from megatrain.tools.parity.measure import engine_of, local_batches, tiny_plan
-from megatrain.tools.parity.rows import Layout
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_sums_that_are_left_change_no_gradient(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, used = Layout.of(model), 0
-
-    def gradients() -> torch.Tensor:
-        engine = engine_of(tiny_plan(layout, 1), 0)
-        engine.accumulate_gradients(list(local_batches(0, layout, 0)), first_sample=8)
-        return torch.cat(engine.buffers.gradients.full)
+    used = 0
 
     def take(self: ColumnSums) -> tuple[torch.Tensor, ...]:
         nonlocal used
@@ -29,9 +23,9 @@ def test_sums_that_are_left_change_no_gradient(model: str, monkeypatch: pytest.M
 
     with monkeypatch.context() as patched:
         patched.setattr(gpt, "leave_sums_and_amaxes", lambda _: None)
-        expected = gradients()
+        expected = tiny_gradients(model)
     monkeypatch.setattr(ColumnSums, "take", take)
-    torch.testing.assert_close(gradients(), expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(tiny_gradients(model), expected, rtol=1e-12, atol=1e-14)
     assert used >= 3 * 2, "the projection, fc1 and fc2 of two layers and more"
 
 
@@ -39,12 +33,7 @@ def test_sums_that_are_left_change_no_gradient(model: str, monkeypatch: pytest.M
 def test_the_largest_value_that_an_activation_leaves_is_that_of_the_gradient(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, used = Layout.of(words), 0
-
-    def gradients() -> torch.Tensor:
-        engine = engine_of(tiny_plan(layout, 1), 0)
-        engine.accumulate_gradients(list(local_batches(0, layout, 0)), first_sample=8)
-        return torch.cat(engine.buffers.gradients.full)
+    used = 0
 
     def take(self: Amax) -> torch.Tensor | None:
         nonlocal used
@@ -54,7 +43,7 @@ def test_the_largest_value_that_an_activation_leaves_is_that_of_the_gradient(
 
     with monkeypatch.context() as patched:
         patched.setattr(gpt, "leave_sums_and_amaxes", lambda _: None)
-        expected = gradients()
+        expected = tiny_gradients(words)
     monkeypatch.setattr(Amax, "take", take)
-    assert torch.equal(gradients(), expected)
+    assert torch.equal(tiny_gradients(words), expected)
     assert used >= 2 * 2, "fc1 of each layer and micro-batch"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatrain.kernels.fused.fp8_scales.tensors import FORMATS
+from megatrain.kernels.fused.fp8_scales.tensors import FORMATS, magnitude_bits
 from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
 _WARPS = 8
@@ -74,7 +74,7 @@ def _cast_tile(
     column = tl.cast(across, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < r)[:, None] & (column < c)[None, :]
     x = tl.load(X + row[:, None] * c + column[None, :], mask=inside, other=0).to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = magnitude_bits(x)
     if IS_SQUARE:
         power = power_bits(tl.max(tl.max(bits, axis=1), axis=0), largest)
         codes = encoded(x * power.to(tl.float32, bitcast=True), largest, FORMAT)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.fp8_scales.blocks import encoded, power_bits
+from megatrain.kernels.fused.fp8_scales.tensors import FORMATS, magnitude_bits
 from megatrain.kernels.fused.launching import jit, launch, power_of_two, tl
 
-_FORMATS = {} if tl is None else {torch.float8_e4m3fn: tl.float8e4nv}
 _WIDTH_PER_WARP = 1024
 
 
@@ -29,7 +29,7 @@ def cast_rows(x: Tensor, amax: Tensor | None, dtype: torch.dtype) -> tuple[Tenso
     k = x.shape[-1]
     launch(
         _cast_row, (scale.numel(),), x, scale if amax is None else amax.contiguous(), codes.view(torch.uint8), scale, k,
-        torch.finfo(dtype).max, FORMAT=_FORMATS.get(dtype), HAS_AMAX=amax is not None, BLOCK=power_of_two(k), num_warps=_warps(k),
+        torch.finfo(dtype).max, FORMAT=FORMATS.get(dtype), HAS_AMAX=amax is not None, BLOCK=power_of_two(k), num_warps=_warps(k),
     )  # fmt: skip
     return codes, scale
 
@@ -40,7 +40,7 @@ def decode_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n, k, dtype=dtype, device=codes.device)
     launch(
         _decode_row, (n,), codes.view(torch.uint8), scale.contiguous(), out, codes.stride(0), k,
-        FORMAT=_FORMATS.get(codes.dtype), BLOCK=power_of_two(k), num_warps=_warps(k),
+        FORMAT=FORMATS.get(codes.dtype), BLOCK=power_of_two(k), num_warps=_warps(k),
     )  # fmt: skip
     return out
 
@@ -54,7 +54,7 @@ def _row_amax(X, AMAX, k, BLOCK: tl.constexpr):
     row = tl.cast(tl.program_id(0), tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(X + row * k + column, mask=column < k, other=0).to(tl.float32)
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    bits = tl.max(magnitude_bits(x), axis=0)
     tl.store(AMAX + row, bits.to(tl.float32, bitcast=True))
 
 
@@ -65,10 +65,7 @@ def _cast_row(
     row = tl.cast(tl.program_id(0), tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(X + row * k + column, mask=column < k, other=0).to(tl.float32)
-    if HAS_AMAX:
-        bits = tl.load(AMAX + row).to(tl.int32, bitcast=True)
-    else:
-        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    bits = tl.load(AMAX + row).to(tl.int32, bitcast=True) if HAS_AMAX else tl.max(magnitude_bits(x), axis=0)
     power = power_bits(bits, largest)
     codes = encoded(x * power.to(tl.float32, bitcast=True), largest, FORMAT)
     tl.store(CODES + row * k + column, codes, mask=column < k)

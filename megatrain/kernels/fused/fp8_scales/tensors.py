@@ -129,7 +129,7 @@ def see_largest(SEEN, bits):
 
 
 @jit
-def encoded(x, scale, FORMAT: tl.constexpr):
+def codes_of(x, scale, FORMAT: tl.constexpr):
     """Return the codes of fp32 values; infinity becomes NaN."""
     scaled = x * scale
     # The GPU's conversion replaces infinity by the largest number; adding 0 * infinity makes it NaN before.
@@ -152,7 +152,7 @@ def _cast(
         x = tl.load(X + start + place, mask=inside, other=0).to(tl.float32)
     if SEES:
         see_largest(SEEN, magnitude_bits(x))
-    codes = encoded(x, tl.load(SCALE + 1), FORMAT)
+    codes = codes_of(x, tl.load(SCALE + 1), FORMAT)
     if WRITES_ROWS:
         if IS_EVEN:
             tl.store(CODES + start + place, codes)
